@@ -1,0 +1,1 @@
+"""Executes model steps on one device and owns its KV memory."""

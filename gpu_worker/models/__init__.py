@@ -1,0 +1,1 @@
+"""Decoders that the worker runs natively."""

@@ -1,0 +1,1 @@
+"""The kernels in plain torch: same names, same signatures, run on any device."""

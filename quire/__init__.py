@@ -1,0 +1,1 @@
+"""What a Python user imports: the generated stubs in `quire.v1`, and the command line."""

@@ -1,0 +1,1 @@
+"""Stubs generated from protos/quire/v1 by `make protos`."""

@@ -1,0 +1,144 @@
+from quire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("hello", "submit", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    submit: Submit
+    cancel: Cancel
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("welcome", "step", "refused")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    welcome: SchedulerWelcome
+    step: StepOutput
+    refused: Refused
+    def __init__(self, welcome: _Optional[_Union[SchedulerWelcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class SchedulerWelcome(_message.Message):
+    __slots__ = ("epoch", "model")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    model: _common_pb2.ModelInfo
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    first_seq_key: int
+    n: int
+    prompt_token_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    cache_salt: str
+    traceparent: str
+    outputs: _containers.RepeatedCompositeFieldContainer[OutputSoFar]
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ...) -> None: ...
+
+class OutputSoFar(_message.Message):
+    __slots__ = ("token_ids", "finished")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    finished: bool
+    def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("seq_keys",)
+    SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
+    seq_keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seq_keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("first_seq_key", "code", "message", "retry_after_s")
+    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    first_seq_key: int
+    code: int
+    message: str
+    retry_after_s: float
+    def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    seq_keys: bytes
+    token_ids: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[IndexedLogprob]
+    admitted: _containers.RepeatedCompositeFieldContainer[SequenceAdmitted]
+    finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ...) -> None: ...
+
+class IndexedLogprob(_message.Message):
+    __slots__ = ("index", "logprob")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    logprob: _common_pb2.TokenLogprob
+    def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
+
+class SequenceAdmitted(_message.Message):
+    __slots__ = ("seq_key", "num_cached_tokens", "queue_s")
+    SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    seq_key: int
+    num_cached_tokens: int
+    queue_s: float
+    def __init__(self, seq_key: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class SequenceFinished(_message.Message):
+    __slots__ = ("seq_key", "finish_reason", "stop_token_id", "error")
+    SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    seq_key: int
+    finish_reason: _common_pb2.FinishReason
+    stop_token_id: int
+    error: _common_pb2.OutputError
+    def __init__(self, seq_key: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.OutputError, _Mapping]] = ...) -> None: ...
+
+class GetSchedulerLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSchedulerLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: _common_pb2.Load
+    def __init__(self, load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,144 @@
+from quire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("epoch", "scheduler_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    scheduler_id: str
+    def __init__(self, epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerInfo
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    device: str
+    model: _common_pb2.ModelInfo
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    dtype: str
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class StepBatch(_message.Message):
+    __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    released_rows: bytes
+    new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
+    appended_rows: bytes
+    appended_block_ids: bytes
+    kv_commands: KvCommands
+    chunk_rows: bytes
+    chunk_lens: bytes
+    num_decodes: int
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ...) -> None: ...
+
+class NewSequence(_message.Message):
+    __slots__ = ("seq_id", "row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "max_total_tokens", "traceparent", "output_index")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    max_total_tokens: int
+    traceparent: str
+    output_index: int
+    def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., output_index: _Optional[int] = ...) -> None: ...
+
+class KvCommands(_message.Message):
+    __slots__ = ("copy_src_block_ids", "copy_dst_block_ids")
+    COPY_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    copy_src_block_ids: bytes
+    copy_dst_block_ids: bytes
+    def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    sampled_rows: bytes
+    sampled_token_ids: bytes
+    stopped_rows: bytes
+    failed_rows: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[SampledLogprob]
+    execute_s: float
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ...) -> None: ...
+
+class SampledLogprob(_message.Message):
+    __slots__ = ("index", "logprob")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    logprob: _common_pb2.TokenLogprob
+    def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
+
+class DescribeDeviceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeDeviceResponse(_message.Message):
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_USED_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerInfo
+    epoch: int
+    step_id: int
+    num_rows_used: int
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Accepts requests: text in, streamed text out; knows no block and no torch."""

@@ -1,0 +1,141 @@
+"""What every face of the router turns its calls into, and what it answers from.
+
+A face (gRPC, OpenAI over HTTP) makes a `GenerateRequest`, hands it to the request service and gets an
+asynchronous stream of events: deltas of each output, one `OutputFinished` for each, then one `Usage`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TypeAlias
+
+
+class FinishReason(Enum):
+    """Why an output ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when an output ends; see `quire.v1.SamplingParams` for each field."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and how to continue it, as a face received it: not yet validated."""
+
+    prompt: str | tuple[int, ...]
+    """Text, or token ids."""
+    model: str = ""
+    """Empty: the only model served."""
+    request_id: str = ""
+    """Empty: the router makes one."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    add_special_tokens: bool = True
+    """Whether text gets the model's own special tokens; False after a chat template."""
+    skip_special_tokens: bool = True
+    n: int = 1
+    cache_salt: str = ""
+    deadline: float | None = None
+    """When the client gives up, on the event loop's clock; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one produced token, and of the likeliest at its position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Token id and log-probability, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New tokens of one output and the text that has become certain with them."""
+
+    output_index: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """A failure after acceptance."""
+
+    code: int
+    """A google.rpc.Code."""
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """The end of one output; nothing of it follows."""
+
+    output_index: int
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    error: OutputError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the request cost; the last event."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+Event: TypeAlias = OutputDelta | OutputFinished | Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One model that is served, with the limits that requests are checked against."""
+
+    id: str
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the scheduler is; see `quire.v1.Load`."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    max_num_seqs: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    block_size: int
+    num_workers: int

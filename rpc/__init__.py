@@ -1,0 +1,1 @@
+"""What every process shares: server, channel, errors, telemetry, settings, logs."""

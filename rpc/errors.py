@@ -1,0 +1,91 @@
+"""The one error tree, and the one table from errors to gRPC and HTTP status.
+
+Code of the services raises these; interceptors and HTTP middleware turn them into status with
+`google.rpc` details. Anything else that escapes is INTERNAL: a bug.
+"""
+
+from typing import ClassVar
+
+import grpc
+
+
+class QuireError(Exception):
+    """Base of all errors that a client may see. The message is for a person."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+
+class InvalidArgumentError(QuireError):
+    """The client's fault: names the field, the value and the limit."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+    def __init__(self, field: str, problem: str) -> None:
+        """`problem` continues the field's name: "is 3.5; it must be in [0, 1]"."""
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+
+class UnauthenticatedError(QuireError):
+    """No credentials, or wrong ones."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class NotFoundError(QuireError):
+    """What the client names does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class AlreadyExistsError(QuireError):
+    """What the client wants to make exists, such as a live request of the same id."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    http_status = 409
+
+
+class TooBusyError(QuireError):
+    """A bounded queue is full; `retry_after_s` says when to come back."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(QuireError):
+    """Starting, draining, or cut off from a process it needs."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class DeadlineExceededError(QuireError):
+    """The client's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class StaleEpochError(QuireError):
+    """A newer scheduler has taken over; the caller must exit."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 412
+
+
+class UnimplementedError(QuireError):
+    """A known field or method that is not supported; refused by name."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    http_status = 400

@@ -1,0 +1,1 @@
+"""The pure scheduler: values and `now` in, values out."""

@@ -1,0 +1,114 @@
+"""What the core decides for one step, and what it is told of the step's result.
+
+A row is the place of a running sequence in the worker, in [0, max_num_seqs). All arrays are
+one-dimensional int32; arrays named in one docstring are parallel.
+"""
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.request import FinishReason, SeqId, SeqKey, SourceId
+
+StepId = NewType("StepId", int)
+"""One schedule, execute, update turn; strictly increasing."""
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewSequence:
+    """A sequence that gets a row, in full."""
+
+    seq_id: SeqId
+    row: int
+    token_ids: Int32Array
+    """All known tokens: prompt, then output if it ran before."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """How many of them have valid KV in the blocks; less than all."""
+    block_ids: Int32Array
+    """The block table: room for all known tokens."""
+    sampling: bytes
+    output_index: int
+    max_total_tokens: int
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What changes before a step, and what it computes beyond the rows that decode."""
+
+    step_id: StepId
+    released_rows: Int32Array
+    """Rows whose sequence is gone; before anything else."""
+    new_sequences: tuple[NewSequence, ...]
+    appended_rows: Int32Array
+    """Rows that get a block at the end of their table, with `appended_block_ids`."""
+    appended_block_ids: Int32Array
+    copy_src_block_ids: Int32Array
+    """Blocks copied to `copy_dst_block_ids` before the step computes."""
+    copy_dst_block_ids: Int32Array
+    chunk_rows: Int32Array
+    """Rows that compute `chunk_lens` known tokens each."""
+    chunk_lens: Int32Array
+    num_decodes: int
+    """Rows that decode, one token each, without being named."""
+    num_scheduled_tokens: int
+    """Tokens this step computes in all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """What a step produced, as the worker reports it."""
+
+    step_id: StepId
+    sampled_rows: Int32Array
+    """Rows that sampled a token, with `sampled_token_ids`."""
+    sampled_token_ids: Int32Array
+    stopped_rows: Int32Array
+    """Those of `sampled_rows` whose token ends the sequence."""
+    failed_rows: Int32Array
+    """Rows that could not sample: their logits are not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence left the queue for the first time."""
+
+    source: SourceId
+    seq_key: SeqKey
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sequence ended; it will not be heard of again."""
+
+    source: SourceId
+    seq_key: SeqKey
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: str | None = None
+    """For a person; set if the reason is ERROR."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class News:
+    """What the sources must hear after a step's result was applied.
+
+    `sources`, `seq_keys`, `token_ids` and `result_index` are parallel: one entry for each new token.
+    `result_index` is the token's place in `StepOutcome.sampled_rows`.
+    """
+
+    sources: npt.NDArray[np.int32]
+    seq_keys: npt.NDArray[np.uint64]
+    token_ids: Int32Array
+    result_index: Int32Array
+    admitted: tuple[Admitted, ...]
+    """Sequences that left the queue since the last news."""
+    finished: tuple[Finished, ...]

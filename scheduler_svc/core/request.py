@@ -1,0 +1,58 @@
+"""What a router asks of the scheduler: one prompt, `n` sequences."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+SeqId = NewType("SeqId", int)
+"""A sequence, unique over the life of a scheduler core."""
+
+SourceId = NewType("SourceId", int)
+"""A router's stream, as the engine numbers them."""
+
+SeqKey = NewType("SeqKey", int)
+"""A sequence as its source names it; unique within the source."""
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSoFar:
+    """What one sequence of a resubmitted request had produced before."""
+
+    token_ids: npt.NDArray[np.int32]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt and how many sequences continue it.
+
+    Sequence i is known to its source as `first_seq_key + i`.
+    """
+
+    source: SourceId
+    first_seq_key: SeqKey
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]
+    """int32[P], P >= 1."""
+    n: int
+    max_tokens: int
+    """Most tokens each sequence may produce; at least 1."""
+    sampling: bytes
+    """How tokens are drawn: for the worker; the core never looks inside."""
+    cache_salt: str = ""
+    traceparent: str = ""
+    outputs: tuple[OutputSoFar, ...] = ()
+    """Empty, or one per sequence when the request was live before."""
