@@ -1,7 +1,8 @@
 """What every face of the router turns its calls into, and what it answers from.
 
-A face (gRPC, OpenAI over HTTP) makes a `GenerateRequest`, hands it to the request service and gets an
-asynchronous stream of events: deltas of each output, one `OutputFinished` for each, then one `Usage`.
+A face (gRPC, OpenAI over HTTP) makes a `GenerateRequest`, hands it to `Inference.generate` and gets
+an asynchronous stream of events: deltas of each output, one `OutputFinished` for each, then one
+`Usage`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when an output ends; see `quire.v1.SamplingParams` for each field."""
+    """How tokens are drawn and when an output ends: each field as in `quire.v1.SamplingParams`."""
 
     temperature: float = 1.0
     top_k: int = 0

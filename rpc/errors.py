@@ -27,6 +27,7 @@ class InvalidArgumentError(QuireError):
         """`problem` continues the field's name: "is 3.5; it must be in [0, 1]"."""
         super().__init__(f"{field} {problem}")
         self.field = field
+        self.problem = problem
 
 
 class UnauthenticatedError(QuireError):

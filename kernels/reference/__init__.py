@@ -1,1 +1,23 @@
-"""The kernels in plain torch: same names, same signatures, run on any device."""
+"""The plain-torch twin of every kernel: the definition of its result, and the path CPUs run.
+
+Each twin has the signature of the Triton launcher of the same name in `kernels`.
+"""
+
+from kernels.reference.activation import silu_mul
+from kernels.reference.copy import copy_blocks
+from kernels.reference.decode import paged_attention_decode
+from kernels.reference.norm import add_rms_norm, rms_norm
+from kernels.reference.prefill import paged_attention_prefill
+from kernels.reference.rotary import rotary
+from kernels.reference.store import store_kv
+
+__all__ = [
+    "add_rms_norm",
+    "copy_blocks",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "store_kv",
+]

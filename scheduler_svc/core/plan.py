@@ -101,8 +101,8 @@ class Finished:
 class News:
     """What the sources must hear after a step's result was applied.
 
-    `sources`, `seq_keys`, `token_ids` and `result_index` are parallel: one entry for each new token.
-    `result_index` is the token's place in `StepOutcome.sampled_rows`.
+    `sources`, `seq_keys`, `token_ids` and `result_index` are parallel, one entry for each new
+    token. `result_index` is the token's place in `StepOutcome.sampled_rows`.
     """
 
     sources: npt.NDArray[np.int32]

@@ -1,0 +1,106 @@
+"""Attention of one layer over the paged KV pool, for a batch of decodes and prefill chunks.
+
+Symbols: `T` tokens, `S` sequences, `M` blocks of the longest block table, `H` query heads, `HKV` kv
+heads, `D` head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gpu_worker.kv_pool import KvPool
+from kernels import ops
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Where the tokens of one step are and what they may look at; the same for every layer.
+
+    Sequences are ordered: the first `num_decodes` have exactly one token each in this step, the
+    rest are chunks of any length. So the first `num_decodes` tokens are the decodes' tokens.
+    """
+
+    slot_mapping: torch.Tensor
+    """int64[T]: `block * block_size + offset` of each token's K and V, or `kernels.PAD_SLOT`."""
+    block_tables: torch.Tensor
+    """int32[S, M]: the blocks of each sequence in order; those past its `seq_len` are not read."""
+    seq_lens: torch.Tensor
+    """int32[S]: tokens of each sequence with this step's included."""
+    query_start_loc: torch.Tensor
+    """int32[S + 1]: where each sequence's tokens start in this step; the last entry is the end."""
+    max_query_len: int
+    """The longest chunk of this step, in tokens."""
+    num_decodes: int
+    """How many sequences, from the first, have one token."""
+
+    @cached_property
+    def prefill(self) -> "AttentionMetadata | None":
+        """The chunks alone, with `query_start_loc` from 0; None if there are none."""
+        if self.num_decodes == self.seq_lens.shape[0]:
+            return None
+        if self.num_decodes == 0:
+            return self
+        return AttentionMetadata(
+            slot_mapping=self.slot_mapping[self.num_decodes :],
+            block_tables=self.block_tables[self.num_decodes :],
+            seq_lens=self.seq_lens[self.num_decodes :],
+            query_start_loc=self.query_start_loc[self.num_decodes :] - self.num_decodes,
+            max_query_len=self.max_query_len,
+            num_decodes=0,
+        )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Store this step's K and V in `pool`, then attend causally to all of each sequence.
+
+    Args:
+        query: `[T, H, D]`, rotated.
+        key: `[T, HKV, D]`, rotated.
+        value: `[T, HKV, D]`.
+        pool: written at `metadata.slot_mapping`; earlier tokens' K and V are there already.
+        layer: which layer of the pool.
+        metadata: the batch.
+        scale: multiplies the scores, usually `D ** -0.5`.
+
+    Returns:
+        `[T, H * D]` in `query`'s dtype.
+    """
+    key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
+    ops.store_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    num_decodes, prefill = metadata.num_decodes, metadata.prefill
+    parts = []
+    if num_decodes:
+        parts.append(
+            ops.paged_attention_decode(
+                query[:num_decodes],
+                key_cache,
+                value_cache,
+                metadata.block_tables[:num_decodes],
+                metadata.seq_lens[:num_decodes],
+                scale,
+            )
+        )
+    if prefill is not None:
+        parts.append(
+            ops.paged_attention_prefill(
+                query[num_decodes:],
+                key_cache,
+                value_cache,
+                prefill.block_tables,
+                prefill.seq_lens,
+                prefill.query_start_loc,
+                prefill.max_query_len,
+                scale,
+            )
+        )
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.flatten(1)

@@ -1,0 +1,85 @@
+"""Reads named tensors from the safetensors files of a Hugging Face directory, memory-mapped."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gpu_worker.json_fields import JsonFields, ModelError, read_json
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Checkpoint:
+    """The tensors of a model directory: one file, or several under an index."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open every file; raises ModelError if one is missing or damaged."""
+        self._name_to_file: dict[str, _File] = {}
+        for path in _files(directory):
+            file = _File(path)
+            self._name_to_file |= dict.fromkeys(file.names, file)
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """The names of all tensors."""
+        return self._name_to_file.keys()
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy a tensor to `out`, converting dtype and device; ModelError if shapes differ."""
+        file = self._name_to_file[name]
+        shape = file.shape(name)
+        if shape != tuple(out.shape):
+            raise ModelError(
+                f"{file.path}: {name} has shape {list(shape)}; "
+                f"config.json makes it {list(out.shape)}"
+            )
+        out.copy_(file.tensor(name))
+
+
+class _File:
+    """One safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: Any  # typed wrongly by its package
+        try:
+            self._handle = safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+        self.names: list[str] = list(self._handle.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        return tensor
+
+
+def _files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).exists():
+        weight_map = read_json(directory / _INDEX).nested("weight_map")
+        return [directory / name for name in sorted(set(_shard_names(weight_map)))]
+    if (directory / _SINGLE).exists():
+        return [directory / _SINGLE]
+    for name in _PICKLED:
+        if (directory / name).exists():
+            raise ModelError(
+                f"{directory / name} is a pickle, which can run code as it loads; "
+                "only safetensors is read: convert it"
+            )
+    raise ModelError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _shard_names(weight_map: JsonFields) -> Iterator[str]:
+    for tensor, name in weight_map.values.items():
+        # Only files beside the index: what a stranger's index names must not lead elsewhere.
+        if not isinstance(name, str) or name != Path(name).name:
+            raise weight_map.error(tensor, f"is {name!r}; it must be the name of a file beside it")
+        yield name

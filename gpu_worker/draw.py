@@ -1,0 +1,64 @@
+"""One draw from each row's distribution, by a uniform number that seed and position fix.
+
+Symbols: `S` sequences, `V` vocabulary.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_TILE = 256
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, position): SplitMix64 as a counter.
+
+    For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0) it
+    is the (p + 1)-th output of a SplitMix64 generator that starts at `s`, its upper 53 bits times
+    2^-53. All arithmetic is modulo 2^64, `>>` shifts in zeros::
+
+        x = s + (p + 1) * 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        u = ((x ^ (x >> 31)) >> 11) * 2^-53
+
+    Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    top_bits: npt.NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
+    return np.ldexp(top_bits.astype(np.float64), -53)
+
+
+def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token at which the running sum of weights, in token order, first exceeds `uniform`.
+
+    In two levels, sums of tiles and then one tile, since a running sum over a whole vocabulary is
+    slow everywhere. Sums are float64 and each row's alone: a row draws the same in any batch.
+
+    Args:
+        weights: float32[S, V], not negative; unnormalized probabilities.
+        uniform: float64[S] in [0, 1), a fraction of the row's sum.
+
+    Returns:
+        int64[S]: token ids of positive weight; if a row has none, or NaN, some id in range.
+    """
+    num_tokens = weights.shape[1]
+    padded = F.pad(weights, (0, -num_tokens % _TILE))
+    tiles = padded.view(len(padded), -1, _TILE)  # [S, V / 256, 256]
+    ends = tiles.sum(-1, dtype=torch.float64).cumsum(-1)  # [S, V / 256]
+    target = (uniform * ends[:, -1]).unsqueeze(1)  # [S, 1]
+    tile = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # [S, 1]
+    before = torch.where(tile > 0, ends.gather(1, (tile - 1).clamp_(min=0)), 0.0)  # [S, 1]
+    chosen = tiles.gather(1, tile.unsqueeze(2).expand(-1, -1, _TILE)).squeeze(1)  # [S, 256]
+    inner = chosen.cumsum(-1, dtype=torch.float64)
+    offset = torch.searchsorted(inner, target - before, right=True)  # [S, 1]
+    # Two ways to add the same numbers differ in the last bits: never past the last positive weight,
+    # which is where the running sum first reaches its maximum.
+    offset = torch.minimum(offset, inner.argmax(-1, keepdim=True))
+    return (tile * _TILE + offset).squeeze(1).clamp_(max=num_tokens - 1)

@@ -1,0 +1,187 @@
+"""Executes steps on one device: rows, inputs, forward pass, sampling, results.
+
+A step is launched and collected. On CUDA the next one may be launched in between: launching waits
+for nothing, and a decode's input token goes from the sampler to the next step on the device. On CPU
+a launched step is done. One thread calls everything here.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gpu_worker.attention import AttentionMetadata
+from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.readback import NOTHING_SAMPLED, Readback
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.sampler import Sampled, Sampler
+from gpu_worker.sequence_spans import SequenceSpans
+from gpu_worker.step import BoolArray, Limits, StepInput, StepOutput, TokenLogprob
+from gpu_worker.upload import upload
+
+
+class Decoder(Protocol):
+    """A model, as `weights.load_weights` returns it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """`[T, hidden]`; stores the tokens' K and V in the pool."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[S, vocab] of `[S, hidden]`."""
+
+
+class Pool(Protocol):
+    """The KV memory: what the executor itself does with it."""
+
+    def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy whole blocks, int64[N] each; all reads happen before the writes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device works on."""
+
+    step_id: int
+    scheduled: ScheduledRows
+    readback: Readback | None
+    """None if no row samples."""
+    start_s: float
+
+    def is_done(self) -> bool:
+        """Whether collecting it would not wait."""
+        return self.readback is None or self.readback.is_done()
+
+
+class Executor:
+    """Owns the rows and runs the model; the module says who may call what when."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Pool,
+        limits: Limits,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        spans: SequenceSpans | None = None,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._limits = limits
+        self._device = device
+        self._spans = spans or SequenceSpans()
+        self.rows = Rows(limits)
+        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device)
+        self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be launched and not collected."""
+        return 2 if self._device.type == "cuda" else 1
+
+    def reset(self) -> None:
+        """Forget all sequences; KV contents are left as they are."""
+        self._spans.clear(time.time())
+        self._sampler.release(range(self._limits.max_num_seqs))
+        self.rows.clear()
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Launch a step and collect it."""
+        return self.collect(self.launch(step))
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """Apply a step's changes and start its computation.
+
+        Raises:
+            InvalidArgumentError, BrokenInvariantError: as `Rows.apply`; only `reset` goes on then.
+        """
+        start_s = time.monotonic()
+        scheduled = self.rows.apply(step)
+        self._change_sequences(step)
+        if len(step.copy_src_block_ids):
+            blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
+            src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
+            self._pool.copy(src, dst)
+        readback = None
+        if len(scheduled.rows):
+            batch = build_input_batch(
+                self.rows, scheduled, self._last_token_ids, self._limits.block_size
+            )
+            hidden = self._model.forward(
+                batch.token_ids, batch.positions, self._pool, batch.metadata
+            )
+            if len(scheduled.sampling):
+                readback = Readback(self._sample(hidden, batch, scheduled))
+        return LaunchedStep(step.step_id, scheduled, readback, start_s)
+
+    def collect(self, launched: LaunchedStep) -> StepOutput:
+        """Wait for a launched step and say what it produced; in the order of launching."""
+        scheduled, readback = launched.scheduled, launched.readback
+        sampled = NOTHING_SAMPLED if readback is None else readback.wait()
+        rows = scheduled.rows[scheduled.sampling]
+        incarnations = scheduled.incarnations[scheduled.sampling]
+        # On CUDA a row's end may have become known after this step was launched.
+        is_live = ~self.rows.has_ended_as(rows, incarnations)
+        has_sampled = is_live & sampled.is_finite
+        has_failed = is_live & ~sampled.is_finite
+        stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
+        ended = stops | has_failed
+        self.rows.end(rows[ended], incarnations[ended])
+        positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
+        self.rows.store_sampled(rows, incarnations, positions, sampled.token_ids)
+        has_row = has_sampled & self.rows.is_current(rows, incarnations)
+        self._spans.sampled(rows[has_row], time.time())
+        return StepOutput(
+            step_id=launched.step_id,
+            sampled_rows=rows[has_sampled].astype(np.int32),
+            sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
+            stopped_rows=rows[stops].astype(np.int32),
+            failed_rows=rows[has_failed].astype(np.int32),
+            logprobs=_of_sampled(sampled.logprobs, has_sampled),
+            num_computed_tokens=scheduled.num_tokens,
+            execute_s=time.monotonic() - launched.start_s,
+        )
+
+    def _change_sequences(self, step: StepInput) -> None:
+        """Tell the sampler and the spans which sequences went and came."""
+        released = step.released_rows.tolist()
+        if released:
+            self._spans.released(released, time.time())
+            self._sampler.release(released)
+        if step.new_rows:
+            self._spans.opened(step.new_rows, time.time())
+        for new in step.new_rows:
+            self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+
+    def _sample(self, hidden: torch.Tensor, batch: InputBatch, scheduled: ScheduledRows) -> Sampled:
+        """Draw a token for each row that samples; the next step finds it on the device."""
+        if batch.logits_indices is not None:
+            hidden = hidden.index_select(0, batch.logits_indices)
+        rows = scheduled.rows[scheduled.sampling]
+        positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
+        num_outputs = positions - self.rows.num_prompt[rows]
+        sampled = self._sampler.sample(self._model.logits(hidden), rows, positions, num_outputs)
+        self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
+        return sampled
+
+
+def _of_sampled(
+    logprobs: tuple[TokenLogprob, ...], has_sampled: BoolArray
+) -> tuple[TokenLogprob, ...]:
+    """Renumber from places among the rows that should sample to places among those that did."""
+    if not logprobs:
+        return ()
+    places = np.cumsum(has_sampled) - 1
+    return tuple(
+        replace(logprob, index=int(places[logprob.index]))
+        for logprob in logprobs
+        if has_sampled[logprob.index]
+    )

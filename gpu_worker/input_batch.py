@@ -1,0 +1,93 @@
+"""Gathers what a step computes from the rows into the tensors the model takes.
+
+Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the longest block table.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_worker.attention import AttentionMetadata
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.upload import upload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputBatch:
+    """One step's model inputs, on the device; decodes come first."""
+
+    token_ids: torch.Tensor
+    """int64[T]."""
+    positions: torch.Tensor
+    """int64[T]: of each token in its sequence."""
+    metadata: AttentionMetadata
+    sampling_rows: torch.Tensor
+    """int64[N]: rows that sample."""
+    logits_indices: torch.Tensor | None
+    """int64[N]: their last tokens' places in the batch; None if those are all tokens in order."""
+
+
+def build_input_batch(
+    rows: Rows,
+    scheduled: ScheduledRows,
+    last_token_ids: torch.Tensor,
+    block_size: int,
+) -> InputBatch:
+    """Gather a step's inputs; nothing here waits for the device.
+
+    Args:
+        rows: the rows, after `apply`.
+        scheduled: what `apply` returned; at least one token.
+        last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+        block_size: token slots of one block.
+    """
+    lens, num_decodes = scheduled.lens, scheduled.num_decodes
+    ends = np.cumsum(lens)  # [S]
+    row_of_token = np.repeat(scheduled.rows, lens)  # [T]
+    positions = np.arange(ends[-1]) + np.repeat(scheduled.starts - (ends - lens), lens)  # [T]
+    blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
+    seq_lens = scheduled.starts + lens
+    max_num_blocks = -(-int(seq_lens.max()) // block_size)
+    known = slice(num_decodes, None)
+    (
+        positions_t,
+        slot_mapping,
+        chunk_token_ids,
+        decode_rows,
+        sampling_rows,
+        logits_indices,
+        block_tables,
+        seq_lens_t,
+        query_start_loc,
+    ) = upload(
+        [
+            positions,
+            blocks * block_size + positions % block_size,
+            rows.token_ids[row_of_token[known], positions[known]].astype(np.int64),
+            scheduled.rows[:num_decodes],
+            scheduled.rows[scheduled.sampling],
+            ends[scheduled.sampling] - 1,
+            rows.block_tables[scheduled.rows, :max_num_blocks],
+            seq_lens.astype(np.int32),
+            np.concatenate([[0], ends]).astype(np.int32),
+        ],
+        last_token_ids.device,
+    )
+    token_ids = last_token_ids.index_select(0, decode_rows)
+    if len(chunk_token_ids):
+        token_ids = torch.cat([token_ids, chunk_token_ids])
+    return InputBatch(
+        token_ids=token_ids,
+        positions=positions_t,
+        metadata=AttentionMetadata(
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            seq_lens=seq_lens_t,
+            query_start_loc=query_start_loc,
+            max_query_len=int(lens.max()),
+            num_decodes=num_decodes,
+        ),
+        sampling_rows=sampling_rows,
+        logits_indices=None if len(scheduled.sampling) == len(positions) else logits_indices,
+    )

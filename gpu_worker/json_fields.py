@@ -1,0 +1,92 @@
+"""Reads typed fields of a model directory's JSON files, with errors that name file and field."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ModelError(Exception):
+    """A model directory that cannot be served; the message names the file, the field and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """The fields of one JSON object. A field that is null is as good as absent.
+
+    Every getter raises ModelError for a value of the wrong type, and, if no default is given, for
+    an absent one.
+    """
+
+    path: Path
+    prefix: str
+    """Leads to this object from the file's root, such as "rope_scaling."; empty for the root."""
+    values: Mapping[str, object]
+
+    def error(self, name: str, problem: str) -> ModelError:
+        """An error to raise; `problem` continues the field's name."""
+        return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there, even if null."""
+        return name in self.values
+
+    def get(self, name: str, default: object = None) -> object:
+        """The field as it is."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """An integer, at least 1."""
+        value = self._required(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, f"is {value!r}; it must be a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self._required(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.error(name, f"is {value!r}; it must be a positive number")
+        return float(value)
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._required(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {value!r}; it must be true or false")
+        return value
+
+    def int_list(self, name: str) -> list[int]:
+        """Integers from 0; one alone is a list of one, an absent one is empty."""
+        value = self.get(name, default=[])
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
+            raise self.error(name, f"is {value!r}; it must be token ids, from 0")
+        return list(items)
+
+    def nested(self, name: str) -> "JsonFields":
+        """An object within this one; an absent one is empty."""
+        value = self.get(name, default={})
+        if not isinstance(value, dict):
+            raise self.error(name, f"is {value!r}; it must be an object")
+        return JsonFields(self.path, f"{self.prefix}{name}.", value)
+
+    def _required(self, name: str, default: object) -> object:
+        value = self.get(name, default)
+        if value is None:
+            raise self.error(name, "is missing")
+        return value
+
+
+def read_json(path: Path) -> JsonFields:
+    """The object that a JSON file holds; raises ModelError if there is none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return JsonFields(path, "", values)

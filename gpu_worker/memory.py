@@ -1,0 +1,122 @@
+"""Decides how many KV blocks fit."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpu_worker.executor import Decoder, Executor
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.step import Limits, NewRow, StepInput
+
+_GIB = 1024**3
+_DEFAULT_CPU_BYTES = _GIB
+_CPU_SHARE = 0.5
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class TooLittleMemoryError(Exception):
+    """Not even one block fits."""
+
+
+def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
+    """How many blocks fit `num_bytes`.
+
+    Raises:
+        TooLittleMemoryError: none does.
+    """
+    if num_bytes < bytes_per_block:
+        raise TooLittleMemoryError(
+            f"KV memory is {max(num_bytes, 0) / _GIB:.3f} GiB; one block takes "
+            f"{bytes_per_block / _GIB:.3f} GiB"
+        )
+    return int(num_bytes // bytes_per_block)
+
+
+def free_cpu_kv_bytes() -> int:
+    """KV memory on a CPU if nobody says how much: 1 GiB, or half of what is free if that is less."""
+    return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take, as far as the system tells."""
+    bounds = []
+    if _MEMINFO.exists():
+        fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        bounds.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        bounds.append(int(most) - int(used.read_text()))
+    return min(bounds, default=2 * _DEFAULT_CPU_BYTES)
+
+
+def free_gpu_kv_bytes(
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+    utilization: float,
+) -> int:
+    """KV memory on a GPU: its share of the memory, less what the largest step takes beside it.
+
+    Runs that step. `limits.num_blocks` is not looked at.
+    """
+    profiled = _run_largest_step(model, config, limits, dtype, device)
+    free, total = torch.cuda.mem_get_info(device)
+    # What is neither free nor torch's is the driver's, the libraries' and other processes'.
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - others - profiled
+
+
+def _run_largest_step(
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Most bytes that torch holds, weights included, while as many rows as can be sample."""
+    num_rows = limits.max_num_seqs
+    # One token must be left to sample.
+    length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len - 1)
+    num_blocks = -(-length // limits.block_size)
+    executor = Executor(
+        model,
+        KvPool(config, num_rows * num_blocks, limits.block_size, dtype, device),
+        limits,
+        (),
+        device,
+    )
+    rows = np.arange(num_rows, dtype=np.int32)
+    sampling = SamplingParams(seed=0, top_p=0.5, logprobs=1)
+    step = StepInput(
+        step_id=1,
+        num_decodes=0,
+        new_rows=tuple(
+            NewRow(
+                seq_id=int(row),
+                row=int(row),
+                token_ids=np.zeros(length, np.int32),
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                block_ids=np.arange(num_blocks, dtype=np.int32) + row * num_blocks,
+                sampling=sampling,
+                max_total_tokens=length + 1,
+            )
+            for row in rows
+        ),
+        chunk_rows=rows,
+        chunk_lens=np.full(num_rows, length, np.int32),
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    executor.step(step)
+    peak = torch.cuda.max_memory_allocated(device)
+    del executor
+    torch.cuda.empty_cache()
+    return peak
+
+

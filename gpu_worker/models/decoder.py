@@ -1,0 +1,123 @@
+"""One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Qwen2, Qwen3.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
+`I` intermediate size, `V` vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from gpu_worker.attention import AttentionMetadata, paged_attention
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.models.linear import Linear
+from kernels import ops
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QkNorm:
+    """Norms of each head of queries and keys before rotation."""
+
+    query: torch.Tensor
+    """`[D]`."""
+    key: torch.Tensor
+    """`[D]`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The weights of one layer."""
+
+    input_norm: torch.Tensor
+    """`[E]`, before attention."""
+    qkv: Linear
+    """E to (H + 2 * HKV) * D: queries, keys, values."""
+    qk_norm: QkNorm | None
+    attention_output: Linear
+    """H * D to E."""
+    mlp_norm: torch.Tensor
+    """`[E]`, before the feed-forward part."""
+    gate_up: Linear
+    """E to 2 * I: gate, then up."""
+    down: Linear
+    """I to E."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """A language model; it never changes. Callers are in `torch.inference_mode()`."""
+
+    config: ModelConfig
+    embedding: torch.Tensor
+    """`[V, E]`."""
+    layers: tuple[DecoderLayer, ...]
+    final_norm: torch.Tensor
+    """`[E]`."""
+    lm_head: Linear
+    """E to V."""
+    cos_sin: torch.Tensor
+    """float32 `[max_model_len, D]`, as `rotary_table` makes it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Compute one step's tokens, storing their K and V in `pool`.
+
+        Args:
+            token_ids: int64[T], in the order of `metadata`'s sequences.
+            positions: int64[T], each token's index in its sequence, in [0, max_model_len); any of
+                these for padding.
+            pool: holds the K and V of every token before.
+            metadata: the batch.
+
+        Returns:
+            The final hidden states, normalized: `[T, E]`.
+        """
+        eps = self.config.rms_norm_eps
+        residual = functional.embedding(token_ids, self.embedding)
+        out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
+        for index, layer in enumerate(self.layers):
+            if out is None:
+                normed = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            out = self._attend(index, layer, normed, positions, pool, metadata)
+            normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
+            out = layer.down(ops.silu_mul(layer.gate_up(normed)))
+        assert out is not None, "a decoder has at least one layer"
+        return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""
+        return self.lm_head(hidden).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        normed: torch.Tensor,  # [T, E]
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:  # [T, E]
+        config = self.config
+        heads = layer.qkv(normed).view(
+            -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        )
+        query, key, value = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
+        if layer.qk_norm is not None:
+            query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
+        query, key = ops.rotary(query, key, self.cos_sin, positions)
+        scale = config.head_dim**-0.5
+        return layer.attention_output(
+            paged_attention(query, key, value, pool, index, metadata, scale)
+        )

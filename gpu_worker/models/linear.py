@@ -1,0 +1,56 @@
+"""Linear maps, with their weights in the form that the device multiplies fastest.
+
+Symbols: `T` tokens, `K` input features, `N` output features.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch.nn import functional
+
+Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
+
+_MAX_UNSPLIT_FEATURES = 1024
+"""Past so many, oneDNN splits the sums of a lone row, and only of a lone one: they round otherwise.
+
+So that a sequence's tokens do not depend on its company, such a row is then computed as two.
+"""
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The map `x @ weight.T + bias` in the fastest form that the device has.
+
+    On a CPU the weight is laid out for oneDNN once, here, instead of in every call: about twice as
+    fast for few rows, and a row's result does not depend on how many rows come with it.
+
+    Args:
+        weight: `[N, K]`; the caller need not keep it.
+        bias: `[N]` of the weight's dtype.
+    """
+    if not _can_pack(weight):
+        return lambda x: functional.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)  # noqa: SLF001  no public name
+    apply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+
+    def many_rows(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = apply(x, packed, bias, "none", [], "")
+        return out
+
+    def any_rows(x: torch.Tensor) -> torch.Tensor:
+        return many_rows(x.expand(2, -1))[:1] if x.shape[0] == 1 else many_rows(x)
+
+    return any_rows if weight.shape[1] > _MAX_UNSPLIT_FEATURES else many_rows
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:  # noqa: SLF001
+        return False
+    match weight.dtype:
+        case torch.float32:
+            return True
+        case torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+        case _:
+            return False

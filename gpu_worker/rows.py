@@ -1,0 +1,206 @@
+"""The persistent rows: what the worker knows of each live sequence, and which of them compute.
+
+A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
+every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
+(`store_sampled`), perhaps after the next step was started. So nothing here but `has_ended` depends
+on the value of a token.
+
+Each row's tokens, by position::
+
+    [0, num_computed)           their KV is in the row's blocks once the steps so far are done
+    [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpu_worker.step import (
+    BoolArray,
+    BrokenInvariantError,
+    Int32Array,
+    Int64Array,
+    Limits,
+    NewRow,
+    StepInput,
+)
+from rpc.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledRows:
+    """Which rows compute in a step, decodes first, and which of them sample.
+
+    Arrays are int64[S], parallel, unless they say otherwise.
+    """
+
+    rows: Int64Array
+    """The first `num_decodes` ascending, the rest as the batch named them."""
+    starts: Int64Array
+    """The position of the first token that each computes."""
+    lens: Int64Array
+    """How many tokens each computes; 1 for the decodes."""
+    num_decodes: int
+    sampling: Int64Array
+    """Places in `rows` of those that sample: they compute the last of their known tokens."""
+    incarnations: Int64Array
+    """Which sequence had the row; see `Rows.incarnation`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in all."""
+        return int(self.lens.sum())
+
+
+class Rows:
+    """All rows of a worker. `apply` is called once per step, in order, before the step computes."""
+
+    def __init__(self, limits: Limits) -> None:
+        num_rows = limits.max_num_seqs
+        self._limits = limits
+        self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
+        """Known tokens, as far as their values have arrived."""
+        self.block_tables = np.zeros((num_rows, limits.max_blocks_per_row), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        """Entries of each block table that are set; tables only grow."""
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.max_total = np.zeros(num_rows, np.int64)
+        self.is_used = np.zeros(num_rows, np.bool_)
+        self.is_decoding = np.zeros(num_rows, np.bool_)
+        """Decodes, in the scheduler's count: rows that have ended but are not released included."""
+        self.has_ended = np.zeros(num_rows, np.bool_)
+        """Sampled an end token, or could not sample: counted, but not computed any more."""
+        self.incarnation = np.zeros(num_rows, np.int64)
+        """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
+
+    @property
+    def num_used(self) -> int:
+        """Rows that hold a sequence."""
+        return int(self.is_used.sum())
+
+    def apply(self, step: StepInput) -> ScheduledRows:
+        """Make the changes of a step and take its computation as done.
+
+        Raises:
+            InvalidArgumentError: the batch contradicts the rows' state, or computes more than fits.
+            BrokenInvariantError: `num_decodes` is not what is counted here.
+
+        After an error the rows are in no defined state; `clear` is the only way on.
+        """
+        self._release(step.released_rows)
+        for new_row in step.new_rows:
+            self._add(new_row)
+        self._append_blocks(step.appended_rows, step.appended_block_ids)
+        return self._schedule(step)
+
+    def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
+        """bool[N]: whether each of `rows` is still that sequence's, or was the last to be."""
+        current: BoolArray = self.incarnation[rows] == incarnations
+        return current
+
+    def store_sampled(
+        self, rows: Int64Array, incarnations: Int64Array, positions: Int64Array, values: Int64Array
+    ) -> None:
+        """Write sampled tokens that have arrived; those of sequences gone by now are dropped."""
+        current = self.is_current(rows, incarnations)
+        self.token_ids[rows[current], positions[current]] = values[current]
+
+    def end(self, rows: Int64Array, incarnations: Int64Array) -> None:
+        """Compute no more for these rows, unless they are another sequence's by now."""
+        self.has_ended[rows[self.is_current(rows, incarnations)]] = True
+
+    def has_ended_as(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
+        """bool[N]: whether each sequence is known to have ended; false if the row has another."""
+        return self.has_ended[rows] & self.is_current(rows, incarnations)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self.is_used[:] = False
+        self.is_decoding[:] = False
+        self.incarnation += 1
+
+    def _release(self, rows: Int32Array) -> None:
+        _require(self.is_used[rows], "released_rows", rows, "which is free")
+        self.is_used[rows] = False
+        self.is_decoding[rows] = False
+
+    def _add(self, new: NewRow) -> None:
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        if self.is_used[row]:
+            raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
+        self.token_ids[row, :num_tokens] = new.token_ids
+        self.block_tables[row, :num_blocks] = new.block_ids
+        self.num_blocks[row] = num_blocks
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.max_total[row] = new.max_total_tokens
+        self.is_used[row] = True
+        self.has_ended[row] = False
+        self.incarnation[row] += 1
+
+    def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
+        _require(self.is_used[rows], "appended_rows", rows, "which is free")
+        has_room = self.num_blocks[rows] < self.block_tables.shape[1]
+        _require(has_room, "appended_rows", rows, "whose block table is full")
+        self.block_tables[rows, self.num_blocks[rows]] = block_ids
+        self.num_blocks[rows] += 1
+
+    def _schedule(self, step: StepInput) -> ScheduledRows:
+        (decoding,) = np.nonzero(self.is_decoding)
+        if len(decoding) != step.num_decodes:
+            raise BrokenInvariantError(
+                f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
+                f"{step.step_id}"
+            )
+        chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
+        _require(self.is_used[chunk_rows], "chunk_rows", chunk_rows, "which is free")
+        _require(~self.is_decoding[chunk_rows], "chunk_rows", chunk_rows, "which decodes")
+        num_left = self.num_tokens[chunk_rows] - self.num_computed[chunk_rows]
+        _require(
+            chunk_lens <= num_left,
+            "chunk_lens",
+            chunk_lens,
+            "more than the row's tokens to compute",
+        )
+        decodes = decoding[~self.has_ended[decoding]]
+        rows = np.concatenate([decodes, chunk_rows])
+        lens = np.concatenate([np.ones_like(decodes), chunk_lens])
+        if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
+            raise InvalidArgumentError(
+                "chunk_lens",
+                f"makes {num_tokens} tokens with the decodes; a step computes at most "
+                f"{self._limits.max_num_batched_tokens}",
+            )
+        starts = self.num_computed[rows]
+        room = self.num_blocks[rows] * self._limits.block_size
+        _require(
+            starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
+        )
+
+        # Rows that ended go on in name: the scheduler counts them until it knows and releases them.
+        self.num_computed[decoding] += 1
+        self.num_computed[chunk_rows] += chunk_lens
+        done = chunk_rows[chunk_lens == num_left]
+        sampled = np.concatenate([decoding, done])
+        self.num_tokens[sampled] += 1
+        self.is_decoding[sampled] = self.num_tokens[sampled] < self.max_total[sampled]
+        return ScheduledRows(
+            rows=rows,
+            starts=starts,
+            lens=lens,
+            num_decodes=len(decodes),
+            sampling=np.concatenate(
+                [np.arange(len(decodes)), len(decodes) + np.nonzero(chunk_lens == num_left)[0]]
+            ),
+            incarnations=self.incarnation[rows],
+        )
+
+
+def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:
+    """Raise for the first of `values` for which the condition does not hold."""
+    if not holds.all():
+        value = values[np.argmin(holds)]
+        raise InvalidArgumentError(field, f"has {value}, {problem}")

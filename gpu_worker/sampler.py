@@ -1,0 +1,210 @@
+"""Turns the logits of a step into one token per sequence.
+
+Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
+
+The order of operations is that of `quire.v1.SamplingParams`. Each part touches only the sequences
+that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.draw import draw, uniforms
+from gpu_worker.penalties import TokenCounts
+from gpu_worker.sampling_params import NO_TOKEN, SamplingParams, SamplingTable
+from gpu_worker.truncation import truncate
+from gpu_worker.upload import upload
+
+_MIN_TEMPERATURE = np.float32(1e-30)
+"""Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledLogprobs:
+    """Log-probabilities of the model's own distribution, before anything changed it."""
+
+    places: npt.NDArray[np.int64]
+    """int64[L]: which of the step's sequences, ascending; on the host."""
+    num_top: npt.NDArray[np.int64]
+    """int64[L]: how many likeliest tokens each asked for; on the host."""
+    chosen: torch.Tensor
+    """float32[L]: of the sampled tokens."""
+    top_token_ids: torch.Tensor
+    """int64[L, most of `num_top`], best first."""
+    top_logprobs: torch.Tensor
+    """float32, parallel to `top_token_ids`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What the sampler drew, on the device."""
+
+    token_ids: torch.Tensor
+    """int64[S]; where `is_finite` is false, any id in range."""
+    is_finite: torch.Tensor
+    """bool[S]: whether all logits of the sequence were finite."""
+    logprobs: SampledLogprobs | None
+
+
+class Sampler:
+    """Samples tokens; keeps what it must know of each row from `add` to `release`."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._counts = TokenCounts(vocab_size, device)
+        self.table = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
+
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        token_ids: npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Give a free row its parameters; `token_ids` are its known tokens, the prompt first."""
+        self.table.set(row, params)
+        if params.has_penalties:
+            (known,) = upload([token_ids.astype(np.int64)], self._device)
+            self._counts.add(row, known[:num_prompt_tokens], known[num_prompt_tokens:])
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows."""
+        self._counts.release(rows)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        num_outputs: npt.NDArray[np.int64],
+    ) -> Sampled:
+        """Draw the next token of each sequence, and count it where penalties need it.
+
+        Args:
+            logits: float32[S, V] on the device; changed.
+            rows: int64[S], each once.
+            positions: int64[S]: the index that the new token will have in its sequence.
+            num_outputs: int64[S]: tokens that the sequence has produced so far.
+        """
+        table = self.table
+        low, high = torch.aminmax(logits, dim=1)  # a NaN anywhere makes both NaN
+        is_finite = torch.isfinite(low) & torch.isfinite(high)
+        raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
+        if len(places):
+            (index,) = upload([places], self._device)
+            raw_logprobs = logits.index_select(0, index).log_softmax(1)
+        penalized = np.nonzero(table.has_penalties[rows])[0]
+        slots = None
+        if len(penalized):
+            slots = self._penalize(logits, rows, penalized)
+        self._add_bias(logits, rows)
+        self._suppress_ends(logits, rows, num_outputs)
+
+        token_ids = logits.argmax(1)
+        drawn = np.nonzero(table.temperature[rows])[0]
+        if len(drawn):
+            self._draw(logits, token_ids, drawn, rows[drawn], positions[drawn])
+        if slots is not None:
+            (index,) = upload([penalized], self._device)
+            self._counts.record(slots, token_ids.index_select(0, index))
+        logprobs = None
+        if raw_logprobs is not None:
+            logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
+        return Sampled(token_ids, is_finite, logprobs)
+
+    def _penalize(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Change the logits of the sequences at `places`; where their counts are, int64[len]."""
+        table, penalized = self.table, rows[places]
+        index, slots, *factors = upload(
+            [
+                places,
+                np.array(self._counts.slots(penalized.tolist()), np.int64),
+                table.repetition_penalty[penalized, None],
+                table.presence_penalty[penalized, None],
+                table.frequency_penalty[penalized, None],
+            ],
+            self._device,
+        )
+        changed = self._counts.penalize(logits.index_select(0, index), slots, *factors)
+        logits.index_copy_(0, index, changed)
+        return slots
+
+    def _add_bias(self, logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+        places = np.nonzero(self.table.has_bias[rows])[0]
+        if not len(places):
+            return
+        biases = [self.table.bias[row] for row in rows[places].tolist()]
+        index, token_ids, values = upload(
+            [
+                np.repeat(places, [len(ids) for ids, _ in biases]),
+                np.concatenate([ids for ids, _ in biases]),
+                np.concatenate([values for _, values in biases]),
+            ],
+            self._device,
+        )
+        logits.index_put_((index, token_ids), values, accumulate=True)
+
+    def _suppress_ends(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        num_outputs: npt.NDArray[np.int64],
+    ) -> None:
+        places = np.nonzero(num_outputs < self.table.min_tokens[rows])[0]
+        if not len(places):
+            return
+        ends = self.table.end_token_ids[rows[places]]
+        which, column = np.nonzero(ends != NO_TOKEN)
+        index, token_ids = upload([places[which], ends[which, column]], self._device)
+        logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        """Replace `token_ids` at `places`, whose rows and positions are given, by draws."""
+        table = self.table
+        index, temperature, uniform = upload(
+            [
+                places,
+                np.maximum(table.temperature[rows, None], _MIN_TEMPERATURE),
+                uniforms(table.seed[rows], positions),
+            ],
+            self._device,
+        )
+        drawn = logits if len(places) == len(logits) else logits.index_select(0, index)
+        # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
+        maximum = drawn.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+        scaled = (drawn - maximum).div_(temperature)
+        weights = scaled.exp()
+        truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
+        token_ids.index_copy_(0, index, draw(weights, uniform))
+
+    def _logprobs(
+        self,
+        raw_logprobs: torch.Tensor,
+        token_ids: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> SampledLogprobs:
+        (index,) = upload([places], self._device)
+        num_top = self.table.num_top_logprobs[rows[places]]
+        chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
+        top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
+        return SampledLogprobs(places, num_top, chosen, top.indices, top.values)

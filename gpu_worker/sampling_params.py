@@ -1,0 +1,103 @@
+"""How each row's tokens are drawn and when it ends: one sequence's values, and all rows' arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NO_TOKEN = -1
+"""Pads a row of end token ids; no token has this id."""
+
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling part of a request, checked, with its defaults filled in.
+
+    Field by field as `quire.v1.SamplingParams`, but that `seed` has the output's index added.
+    """
+
+    seed: int
+    """In [0, 2^64): with the position of a token, all that its draw depends on."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token id and what is added to its logit."""
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class SamplingTable:
+    """The sampling parameters of all rows, as parallel arrays of length `max_num_seqs`.
+
+    A row's entries are valid from `set` until the next `set` of that row.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        """The vocabulary size where nothing is cut off."""
+        self.top_p = np.zeros(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.repetition_penalty = np.zeros(max_num_seqs, np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
+        self.min_tokens = np.zeros(max_num_seqs, np.int64)
+        self.has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.has_bias = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.num_top_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.end_token_ids = np.full(
+            (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
+        )
+        """What ends a row: end-of-sequence tokens unless it ignores them, and its stop tokens."""
+        self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        """Row to token ids and what is added to their logits; rows that have a bias only."""
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """Give `row` its parameters."""
+        self.seed[row] = params.seed
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k or self._vocab_size
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.min_tokens[row] = params.min_tokens
+        self.has_penalties[row] = params.has_penalties
+        self.has_bias[row] = bool(params.logit_bias)
+        self.wants_logprobs[row] = params.logprobs is not None
+        self.num_top_logprobs[row] = params.logprobs or 0
+        ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+        self.end_token_ids[row] = NO_TOKEN
+        self.end_token_ids[row, : len(ends)] = ends
+        self.bias.pop(row, None)
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
+
+    def ends(
+        self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
+        is_end: npt.NDArray[np.bool_] = np.any(
+            self.end_token_ids[rows] == token_ids[:, None], axis=1
+        )
+        return is_end

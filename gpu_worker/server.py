@@ -1,0 +1,187 @@
+"""The gRPC face of a worker: epochs, attachments, and the stream of steps."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import structlog
+
+from gpu_worker.result_stream import ResultStream
+from gpu_worker.step import StepOutput
+from gpu_worker.step_loop import StepLoop
+from gpu_worker.wire import (
+    step_input_from_proto,
+    step_output_to_proto,
+    worker_info_to_proto,
+    worker_state_to_proto,
+)
+from gpu_worker.worker_info import WorkerInfo, WorkerState
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    QuireError,
+    StaleEpochError,
+    UnavailableError,
+)
+from rpc.server import Service
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """One scheduler's claim, from its `Attach` to the next one."""
+
+    number: int
+    epoch: int
+    results: ResultStream | None = None
+    """Of its `Execute` stream, from that one's first batch; a claim has one."""
+    last_step_id: int = 0
+    """Of the batches taken."""
+    done_step_id: int = 0
+    """Of the results sent."""
+
+
+@dataclass(slots=True)
+class _Execution:
+    """One call of `Execute`."""
+
+    results: ResultStream
+    attachment: _Attachment | None = None
+    """Whose steps it sends; known from its first batch."""
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one scheduler at a time: the newest. Until `open` and after `drain` it refuses."""
+
+    def __init__(self) -> None:
+        self._info: WorkerInfo | None = None
+        self._step_loop: StepLoop | None = None
+        self._attachment: _Attachment | None = None
+        self._is_draining = False
+
+    def open(self, info: WorkerInfo, step_loop: StepLoop) -> None:
+        """The model is there: serve it."""
+        self._info, self._step_loop = info, step_loop
+
+    async def drain(self) -> None:
+        """Refuse new steps and end the stream after the results that it owes."""
+        self._is_draining = True
+        if self._attachment is not None and self._attachment.results is not None:
+            self._attachment.results.end(UnavailableError("the worker is draining"))
+
+    def service(self) -> Service:
+        """What `rpc.server.serve` takes."""
+        name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+        return Service(
+            name,
+            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
+        )
+
+    async def Attach(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.AttachResponse:
+        """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
+        del context
+        info, step_loop = self._loaded()
+        before = self._attachment
+        if request.epoch == 0:
+            raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
+        if before is not None and request.epoch < before.epoch:
+            raise _stale(request.epoch, before.epoch)
+        attachment = _Attachment(0 if before is None else before.number + 1, request.epoch)
+        self._attachment = attachment
+        if before is not None and before.results is not None:
+            if before.epoch < request.epoch:
+                before.results.abandon(_stale(before.epoch, request.epoch))
+            else:
+                before.results.abandon(UnavailableError("the scheduler has attached again"))
+        await step_loop.attach(attachment.number)
+        _log.info("attached", epoch=request.epoch, scheduler_id=request.scheduler_id)
+        return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
+
+    async def Execute(  # noqa: N802 - the proto's name
+        self,
+        request_iterator: AsyncIterator[worker_pb2.StepBatch],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        """Execute the batches in order and answer each with its result."""
+        del context
+        execution = _Execution(ResultStream())
+        reader = asyncio.create_task(self._read(request_iterator, execution))
+        try:
+            async for output in execution.results.results():
+                assert execution.attachment is not None, "a result without a batch"
+                execution.attachment.done_step_id = output.step_id
+                yield step_output_to_proto(output, execution.attachment.epoch)
+        finally:
+            reader.cancel()
+            execution.results.close()
+
+    async def DescribeDevice(  # noqa: N802 - the proto's name
+        self,
+        request: worker_pb2.DescribeDeviceRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.DescribeDeviceResponse:
+        """Describe the device and what it holds."""
+        del request, context
+        info, step_loop = self._loaded()
+        attachment = self._attachment or _Attachment(number=0, epoch=0)
+        state = WorkerState(attachment.epoch, attachment.done_step_id, step_loop.num_rows_used)
+        return worker_state_to_proto(info, state)
+
+    async def _read(
+        self, batches: AsyncIterator[worker_pb2.StepBatch], execution: _Execution
+    ) -> None:
+        """Take batches until there are no more, or one is refused."""
+        try:
+            async for batch in batches:
+                await execution.results.wait_for_room()
+                execution.results.owe(self._take(batch, execution))
+        except Exception as error:  # noqa: BLE001 - the handler raises it, after the results
+            execution.results.end(error)
+        else:
+            execution.results.end()
+
+    def _take(
+        self, batch: worker_pb2.StepBatch, execution: _Execution
+    ) -> "asyncio.Future[StepOutput]":
+        """Check a batch and give it to the step loop."""
+        info, step_loop = self._loaded()
+        newest = self._attachment
+        if newest is None:
+            raise InvalidArgumentError("epoch", f"is {batch.epoch}, which has not attached")
+        if batch.epoch < newest.epoch:
+            raise _stale(batch.epoch, newest.epoch)
+        if batch.epoch > newest.epoch:
+            raise InvalidArgumentError(
+                "epoch", f"is {batch.epoch}, which has not attached; {newest.epoch} has"
+            )
+        if execution.attachment is None:
+            if newest.results is not None:
+                raise AlreadyExistsError(
+                    f"epoch {batch.epoch} has opened an Execute stream since it attached"
+                )
+            execution.attachment, newest.results = newest, execution.results
+        if execution.attachment is not newest:
+            raise UnavailableError("the scheduler has attached again")
+        if batch.step_id <= newest.last_step_id:
+            raise InvalidArgumentError(
+                "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
+            )
+        newest.last_step_id = batch.step_id
+        return step_loop.submit(newest.number, step_input_from_proto(batch, info.limits))
+
+    def _loaded(self) -> tuple[WorkerInfo, StepLoop]:
+        if self._is_draining:
+            raise UnavailableError("the worker is draining")
+        if self._info is None or self._step_loop is None:
+            raise UnavailableError("the model is still being loaded")
+        return self._info, self._step_loop
+
+
+def _stale(epoch: int, newest: int) -> QuireError:
+    return StaleEpochError(f"epoch is {epoch}; epoch {newest} has attached since")

@@ -1,0 +1,62 @@
+"""What a worker is told."""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rpc.settings import Port, ProcessSettings
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class WorkerSettings(ProcessSettings):
+    """Holds a model and its KV memory on one device and executes a scheduler's steps."""
+
+    grpc_port: Port = 50053
+    """Port of gRPC; 0 picks a free one."""
+    http_port: Port = 8002
+    """Port of HTTP; 0 picks a free one."""
+    model: Path
+    """Hugging Face directory of the model: config.json and safetensors."""
+    served_model_name: str = ""
+    """What requests call the model; empty: the directory's name."""
+    worker_id: str = Field(default_factory=socket.gethostname)
+    """Names this worker in logs and to the scheduler; unset: the machine's name."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Number format of weights and activations; auto is the checkpoint's, where the device is fast
+    in it, else float32."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of a sequence, prompt and output; unset: as many as the model takes."""
+    max_num_seqs: PositiveInt | None = None
+    """Most sequences that run at once; unset: 256 on a GPU, 64 on a CPU."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens of one step; unset: 2048 on a GPU, 512 on a CPU, or max-num-seqs if more."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Token slots of one block of KV memory."""
+    num_blocks: PositiveInt | None = None
+    """Blocks of KV memory; unset: as many as fit the memory for it."""
+    kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU
+    1 GiB or half of what is free, whichever is less."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory that weights, work space and KV may take together."""
+    num_threads: PositiveInt | None = None
+    """Threads that compute on a CPU; unset: one for each physical core this process may use."""
+
+    @property
+    def model_id(self) -> str:
+        """What requests call the model."""
+        return self.served_model_name or self.model.resolve().name
+
+    @model_validator(mode="after")
+    def _fits_a_step(self) -> Self:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
+            )
+        return self

@@ -1,0 +1,117 @@
+"""What a step asks of the worker and what it answers: the contract's values, free of protobuf.
+
+Arrays are one-dimensional int32 unless they say otherwise. A *row* is the place of a live sequence
+in the worker, in [0, max_num_seqs).
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.sampling_params import SamplingParams
+from rpc.errors import QuireError
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+def _no_ints() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+class BrokenInvariantError(QuireError):
+    """Scheduler and worker disagree about what the worker holds: INTERNAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker has room for; batches are checked against it."""
+
+    max_num_seqs: int
+    """Rows."""
+    max_model_len: int
+    """Tokens of one row, prompt and output."""
+    max_num_batched_tokens: int
+    """Tokens that one step may compute; at least `max_num_seqs`."""
+    num_blocks: int
+    block_size: int
+    """Token slots of one block."""
+    vocab_size: int
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks of a row that has `max_model_len` tokens."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRow:
+    """A sequence that gets a row, in full."""
+
+    seq_id: int
+    row: int
+    token_ids: Int32Array
+    """All known tokens: prompt, then output if it ran before."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """How many of `token_ids` have valid KV in the blocks; less than all."""
+    block_ids: Int32Array
+    """The block table: room for all known tokens."""
+    sampling: SamplingParams
+    max_total_tokens: int
+    """The length, prompt and output, at which it stops decoding."""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInput:
+    """What changes before a step and what it computes; the parts apply in this order."""
+
+    step_id: int
+    num_decodes: int
+    """Rows that decode, as the scheduler counts them."""
+    released_rows: Int32Array = field(default_factory=_no_ints)
+    new_rows: tuple[NewRow, ...] = ()
+    appended_rows: Int32Array = field(default_factory=_no_ints)
+    """Rows that get one more block, parallel to `appended_block_ids`."""
+    appended_block_ids: Int32Array = field(default_factory=_no_ints)
+    copy_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Blocks whose contents go to `copy_dst_block_ids` before anything is computed."""
+    copy_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    chunk_rows: Int32Array = field(default_factory=_no_ints)
+    """Rows that compute `chunk_lens` known tokens each."""
+    chunk_lens: Int32Array = field(default_factory=_no_ints)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprob:
+    """The log-probability of one sampled token, and of the likeliest at its position."""
+
+    index: int
+    """Its place in `StepOutput.sampled_rows`."""
+    logprob: float
+    top_token_ids: Int32Array
+    """Best first."""
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What one step produced."""
+
+    step_id: int
+    sampled_rows: Int32Array
+    """Rows that sampled a token, parallel to `sampled_token_ids`."""
+    sampled_token_ids: Int32Array
+    stopped_rows: Int32Array
+    """Those of `sampled_rows` whose token is an end token."""
+    failed_rows: Int32Array
+    """Rows that ended because their logits are not finite."""
+    logprobs: tuple[TokenLogprob, ...]
+    num_computed_tokens: int
+    """Tokens that went through the model."""
+    execute_s: float
+    """Seconds from taking the step up to having its result."""

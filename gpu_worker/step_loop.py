@@ -1,0 +1,180 @@
+"""The thread that runs the executor: takes steps in order, hands results to the event loop.
+
+The event loop stays free while a step computes. An *attachment* is one scheduler's claim between
+two calls of `Attach`; steps of any but the newest are dropped.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import structlog
+import torch
+
+from gpu_worker import metrics
+from gpu_worker.executor import Executor, LaunchedStep
+from gpu_worker.step import StepInput, StepOutput
+from rpc.errors import UnavailableError
+
+_POLL_S = 0.0002
+"""How often a GPU's progress is looked at while no step waits."""
+_STUCK_S = 120.0
+"""A step that takes longer is taken for stuck: long prefills on a CPU must not be."""
+
+_T = TypeVar("_T")
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attach:
+    attachment: int
+    done: "asyncio.Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    attachment: int
+    step: StepInput
+    result: "asyncio.Future[StepOutput]"
+
+
+class _Stop:
+    pass
+
+
+_Job: TypeAlias = _Attach | _Step | _Stop
+
+
+class StepLoop:
+    """Owns the executor's thread. Its methods are called from the event loop it was made in."""
+
+    def __init__(self, executor: Executor) -> None:
+        """Start the thread."""
+        self._executor = executor
+        self._event_loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
+        self._attachment: int | None = None
+        self._busy_since_s: float | None = None
+        self._device_failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_rows_used(self) -> int:
+        """Rows that hold a sequence, at the last step."""
+        return self._executor.rows.num_used
+
+    async def attach(self, attachment: int) -> None:
+        """Forget all rows after the steps taken so far; obey only `attachment` from then on."""
+        done: asyncio.Future[None] = self._event_loop.create_future()
+        self._jobs.put(_Attach(attachment, done))
+        await done
+
+    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+        """Queue a step; what it produces, or raises, comes in the future.
+
+        A step that fails ends its attachment: those queued behind it raise UnavailableError.
+        """
+        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
+        self._jobs.put(_Step(attachment, step, result))
+        return result
+
+    async def stop(self) -> None:
+        """End the thread; steps that have no result yet get none."""
+        self._jobs.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+
+    def problem(self) -> str | None:
+        """A liveness check: what is wrong, or None."""
+        if self._device_failure is not None:
+            return f"the device failed: {self._device_failure}"
+        if not self._thread.is_alive():
+            return "the step loop has ended"
+        busy_since_s = self._busy_since_s
+        if busy_since_s is not None and (busy_s := time.monotonic() - busy_since_s) > _STUCK_S:
+            return f"a step has taken {busy_s:.0f} s so far; at most {_STUCK_S:.0f} s are normal"
+        return None
+
+    def _run(self) -> None:
+        while True:
+            job = self._next_job() if self._pending else self._jobs.get()
+            self._busy_since_s = time.monotonic()
+            match job:
+                case None:
+                    self._collect()
+                case _Step():
+                    self._launch(job)
+                    if len(self._pending) >= self._executor.max_in_flight:
+                        self._collect()
+                case _Attach():
+                    self._reset(job)
+                case _Stop():
+                    return
+            self._busy_since_s = time.monotonic() if self._pending else None
+
+    def _next_job(self) -> _Job | None:
+        """The next job, or None as soon as the oldest launched step is done."""
+        _, oldest = self._pending[0]
+        while not oldest.is_done():
+            try:
+                return self._jobs.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+        return None
+
+    def _launch(self, job: _Step) -> None:
+        if job.attachment != self._attachment:
+            problem = UnavailableError("a step before this one failed: attach again")
+            self._tell(job.result, problem)
+            return
+        try:
+            self._pending.append((job, self._executor.launch(job.step)))
+        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+            self._fail(job, error)
+
+    def _collect(self) -> None:
+        job, launched = self._pending.popleft()
+        try:
+            output = self._executor.collect(launched)
+        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+            self._fail(job, error)
+            return
+        metrics.STEP_SECONDS.observe(output.execute_s)
+        metrics.COMPUTED_TOKENS.inc(output.num_computed_tokens)
+        metrics.SAMPLED_TOKENS.inc(len(output.sampled_rows))
+        metrics.FAILED_ROWS.inc(len(output.failed_rows))
+        metrics.ROWS_USED.set(self.num_rows_used)
+        self._tell(job.result, output)
+
+    def _reset(self, job: _Attach) -> None:
+        while self._pending:
+            self._collect()
+        self._executor.reset()
+        metrics.ROWS_USED.set(0)
+        self._attachment = job.attachment
+        self._tell(job.done, None)
+
+    def _fail(self, job: _Step, error: Exception) -> None:
+        _log.error("step failed", step_id=job.step.step_id, exc_info=error)
+        if isinstance(error, torch.AcceleratorError):
+            self._device_failure = str(error)
+        self._attachment = None
+        self._tell(job.result, error)
+
+    def _tell(self, future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
+        self._event_loop.call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
+    if future.done():  # nobody waits any more
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,233 @@
+"""Protobuf to the worker's values and back; checks all that can be checked without the rows."""
+
+import math
+
+import numpy as np
+
+from gpu_worker.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from gpu_worker.step import Int32Array, Limits, NewRow, StepInput, StepOutput, TokenLogprob
+from gpu_worker.worker_info import WorkerInfo, WorkerState
+from quire.v1 import common_pb2, worker_pb2
+from rpc.errors import InvalidArgumentError
+from rpc.packing import pack_int32, unpack_int32
+
+_MAX_LOGIT_BIASES = 1024
+_MAX_LOGPROBS = 20
+
+
+def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepInput:
+    """Parse a batch; its epoch is the caller's affair.
+
+    Raises:
+        InvalidArgumentError: names the field that is malformed or out of range.
+    """
+    appended_rows = _rows(batch.appended_rows, "appended_rows", limits)
+    appended_block_ids = _blocks(batch.appended_block_ids, "appended_block_ids", limits)
+    copies = batch.kv_commands
+    src = _blocks(copies.copy_src_block_ids, "kv_commands.copy_src_block_ids", limits)
+    dst = _blocks(copies.copy_dst_block_ids, "kv_commands.copy_dst_block_ids", limits)
+    chunk_rows = _rows(batch.chunk_rows, "chunk_rows", limits)
+    chunk_lens = unpack_int32(batch.chunk_lens, "chunk_lens")
+    _require_parallel("appended_block_ids", appended_block_ids, "appended_rows", appended_rows)
+    _require_parallel("kv_commands.copy_dst_block_ids", dst, "copy_src_block_ids", src)
+    _require_parallel("chunk_lens", chunk_lens, "chunk_rows", chunk_rows)
+    _require_range("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
+    _require_distinct("kv_commands.copy_dst_block_ids", dst)
+    return StepInput(
+        step_id=batch.step_id,
+        num_decodes=batch.num_decodes,
+        released_rows=_rows(batch.released_rows, "released_rows", limits),
+        new_rows=tuple(_new_row_from_proto(new, limits) for new in batch.new_sequences),
+        appended_rows=appended_rows,
+        appended_block_ids=appended_block_ids,
+        copy_src_block_ids=src,
+        copy_dst_block_ids=dst,
+        chunk_rows=chunk_rows,
+        chunk_lens=chunk_lens,
+    )
+
+
+def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResult:
+    """Build the result of a step of `epoch`."""
+    return worker_pb2.StepResult(
+        epoch=epoch,
+        step_id=output.step_id,
+        sampled_rows=pack_int32(output.sampled_rows),
+        sampled_token_ids=pack_int32(output.sampled_token_ids),
+        stopped_rows=pack_int32(output.stopped_rows),
+        failed_rows=pack_int32(output.failed_rows),
+        logprobs=[_logprob_to_proto(logprob) for logprob in output.logprobs],
+        execute_s=output.execute_s,
+    )
+
+
+def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
+    """Build what `Attach` answers."""
+    limits = info.limits
+    return worker_pb2.WorkerInfo(
+        worker_id=info.worker_id,
+        device=info.device,
+        model=common_pb2.ModelInfo(
+            id=info.model_id,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+        ),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        block_bytes=info.block_bytes,
+        dtype=info.dtype,
+    )
+
+
+def worker_state_to_proto(
+    info: WorkerInfo, state: WorkerState
+) -> worker_pb2.DescribeDeviceResponse:
+    """Build what `DescribeDevice` answers."""
+    return worker_pb2.DescribeDeviceResponse(
+        worker=worker_info_to_proto(info),
+        epoch=state.epoch,
+        step_id=state.step_id,
+        num_rows_used=state.num_rows_used,
+    )
+
+
+def sampling_params_from_proto(
+    params: common_pb2.SamplingParams, output_index: int, vocab_size: int
+) -> SamplingParams:
+    """Parse sampling parameters, with `output_index` added to the seed modulo 2^64.
+
+    Raises:
+        InvalidArgumentError: a value is out of the range that the proto gives.
+    """
+    field = "new_sequences.sampling"
+    if not params.HasField("seed"):
+        raise InvalidArgumentError(f"{field}.seed", "is not set")
+    parsed = SamplingParams(
+        seed=(params.seed + output_index) % 2**64,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        repetition_penalty=(
+            params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        ),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+    )
+    _require_number(f"{field}.temperature", parsed.temperature, 0, 100)
+    _require_number(f"{field}.top_k", parsed.top_k, 0, vocab_size)
+    _require_number(f"{field}.top_p", parsed.top_p, math.ulp(0.0), 1)
+    _require_number(f"{field}.min_p", parsed.min_p, 0, 1)
+    _require_number(f"{field}.repetition_penalty", parsed.repetition_penalty, math.ulp(0.0), 100)
+    _require_number(f"{field}.presence_penalty", parsed.presence_penalty, -2, 2)
+    _require_number(f"{field}.frequency_penalty", parsed.frequency_penalty, -2, 2)
+    _require_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
+    _require_number(f"{field}.logprobs", parsed.logprobs or 0, 0, _MAX_LOGPROBS)
+    _require_count(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
+    _require_count(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+    for token_id, bias in parsed.logit_bias:
+        _require_number(f"{field}.logit_bias", token_id, 0, vocab_size - 1)
+        _require_number(f"{field}.logit_bias[{token_id}]", bias, -100, 100)
+    for token_id in parsed.stop_token_ids:
+        _require_number(f"{field}.stop_token_ids", token_id, 0, vocab_size - 1)
+    return parsed
+
+
+def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
+    token_ids = unpack_int32(new.token_ids, "new_sequences.token_ids")
+    block_ids = _blocks(new.block_ids, "new_sequences.block_ids", limits)
+    num_tokens = len(token_ids)
+    _require_number("new_sequences.row", new.row, 0, limits.max_num_seqs - 1)
+    _require_count("new_sequences.token_ids", num_tokens, 1, limits.max_model_len - 1)
+    _require_range("new_sequences.token_ids", token_ids, 0, limits.vocab_size - 1)
+    _require_number("new_sequences.num_prompt_tokens", new.num_prompt_tokens, 1, num_tokens)
+    _require_number("new_sequences.num_computed_tokens", new.num_computed_tokens, 0, num_tokens - 1)
+    _require_number(
+        "new_sequences.max_total_tokens",
+        new.max_total_tokens,
+        num_tokens + 1,
+        limits.max_model_len,
+    )
+    _require_count(
+        "new_sequences.block_ids",
+        len(block_ids),
+        -(-num_tokens // limits.block_size),
+        limits.max_blocks_per_row,
+    )
+    return NewRow(
+        seq_id=new.seq_id,
+        row=new.row,
+        token_ids=token_ids,
+        num_prompt_tokens=new.num_prompt_tokens,
+        num_computed_tokens=new.num_computed_tokens,
+        block_ids=block_ids,
+        sampling=sampling_params_from_proto(new.sampling, new.output_index, limits.vocab_size),
+        max_total_tokens=new.max_total_tokens,
+        traceparent=new.traceparent,
+    )
+
+
+def _logprob_to_proto(logprob: TokenLogprob) -> worker_pb2.SampledLogprob:
+    return worker_pb2.SampledLogprob(
+        index=logprob.index,
+        logprob=common_pb2.TokenLogprob(
+            logprob=logprob.logprob,
+            top_token_ids=logprob.top_token_ids.tolist(),
+            top_logprobs=logprob.top_logprobs.tolist(),
+        ),
+    )
+
+
+def _rows(packed: bytes, field: str, limits: Limits) -> Int32Array:
+    """Distinct rows."""
+    rows = unpack_int32(packed, field)
+    _require_range(field, rows, 0, limits.max_num_seqs - 1)
+    _require_distinct(field, rows)
+    return rows
+
+
+def _blocks(packed: bytes, field: str, limits: Limits) -> Int32Array:
+    block_ids = unpack_int32(packed, field)
+    _require_range(field, block_ids, 0, limits.num_blocks - 1)
+    return block_ids
+
+
+def _require_parallel(field: str, values: Int32Array, other: str, others: Int32Array) -> None:
+    if len(values) != len(others):
+        raise InvalidArgumentError(
+            field, f"has {len(values)} entries; it must have one for each of {other}, {len(others)}"
+        )
+
+
+def _require_range(field: str, values: Int32Array, least: int, most: int) -> None:
+    wrong = (values < least) | (values > most)
+    if wrong.any():
+        value = values[np.argmax(wrong)]
+        raise InvalidArgumentError(field, f"has {value}; values must be in [{least}, {most}]")
+
+
+def _require_distinct(field: str, values: Int32Array) -> None:
+    if len(values) > 1:
+        ordered = np.sort(values)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            value = ordered[np.argmax(twice)]
+            raise InvalidArgumentError(field, f"has {value} twice; each may occur once")
+
+
+def _require_number(field: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # false for NaN
+        raise InvalidArgumentError(field, f"is {value}; it must be in [{least}, {most}]")
+
+
+def _require_count(field: str, count: int, least: int, most: int) -> None:
+    if not least <= count <= most:
+        raise InvalidArgumentError(field, f"has {count} entries; it must have {least} to {most}")

@@ -1,0 +1,34 @@
+"""What a scheduler must know of this worker."""
+
+from dataclasses import dataclass
+
+from gpu_worker.step import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """The worker: its device, its model, its room."""
+
+    worker_id: str
+    """Names it in logs and metrics."""
+    device: str
+    """For a person, such as "cpu" or "NVIDIA H200"."""
+    model_id: str
+    """The name that requests use."""
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    block_bytes: int
+    """Of one block, over all layers."""
+    dtype: str
+    """Number format of weights and activations, such as "bfloat16"."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What the worker holds at a moment."""
+
+    epoch: int
+    """The newest seen; 0 before any."""
+    step_id: int
+    """The last step executed in it; 0 before any."""
+    num_rows_used: int

@@ -1,0 +1,57 @@
+"""SiLU-gated product of the two halves of a projection.
+
+Symbols: `T` tokens, `I` intermediate size.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_float
+
+_COLUMNS: Final = 1024  # elements that one program computes
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up,  # [T, 2 * I]
+    out,  # [T, I], contiguous
+    gate_up_stride_t,
+    I: tl.constexpr,  # noqa: E741
+    COLUMNS: tl.constexpr,
+):
+    """`out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]`, silu(x) = x / (1 + exp(-x)).
+
+    One program per token and COLUMNS; SiLU is fp32 and rounded to the dtype before the product.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < I
+    row = gate_up + token * gate_up_stride_t
+    gate = tl.load(row + column, mask=inside, other=0.0)
+    up = tl.load(row + I + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + token * I + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up` for `gate_up` [T, 2 * I], gate in the first half; [T, I].
+
+    Raises:
+        ValueError: not two dimensions of a float dtype with dense rows of even width.
+    """
+    check_float("gate_up", gate_up, 2)
+    num_tokens, width = gate_up.shape
+    if width % 2 != 0:
+        raise ValueError(f"gate_up has width {width}, required is a multiple of 2")
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+        gate_up, out, gate_up.stride(0), I=size, COLUMNS=_COLUMNS
+    )
+    return out

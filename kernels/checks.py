@@ -1,0 +1,63 @@
+"""Refuses tensors that a kernel would read wrongly, before the launch."""
+
+import torch
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> None:
+    """Require `tensor` to have this shape and dtype, the device of `like`, and dense rows.
+
+    Dense: the last dimension has stride 1; the others are free.
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, required is {shape}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, required is {dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, required is {like.device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has last stride {tensor.stride(-1)}, required is 1")
+
+
+def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
+    """Require `tensor` to be fp32, fp16 or bf16, of `num_dims` dimensions, with dense rows.
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    if tensor.dim() != num_dims:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, required are {num_dims}")
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, required is one of {_FLOATS}")
+    check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor)
+
+
+def check_paged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Require the arguments that decode and prefill attention share to fit one another.
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    check_float("query", query, 3)
+    _, num_heads, head_dim = query.shape
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    check_tensor("key_cache", key_cache, cache_shape, query.dtype, query)
+    check_tensor("value_cache", value_cache, cache_shape, query.dtype, query)
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
+    num_seqs, max_blocks = block_tables.shape
+    check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
+    check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)

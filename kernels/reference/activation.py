@@ -1,0 +1,16 @@
+"""SiLU-gated product in plain torch.
+
+Symbols: `T` tokens, `I` intermediate size.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up` for `gate_up` [T, 2 * I], gate in the first half; [T, I].
+
+    SiLU is rounded to the dtype before the product, as a model of two modules would do.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)

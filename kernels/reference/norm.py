@@ -1,0 +1,28 @@
+"""RMS normalisation in plain torch, bit-equal to the Llama family of transformers.
+
+Symbols: `T` tokens, `N` the width that is normalised.
+"""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension; the shape of `x`.
+
+    `x` is [..., N] (per head: [T, H, D]), `weight` [N]. The mean and the quotient are fp32; the
+    quotient is rounded to `x.dtype` before the product with `weight`.
+    """
+    wide = x.float()
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` first.
+
+    Both inputs are [..., N] and stay as they are.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps), total

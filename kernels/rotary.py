@@ -1,0 +1,133 @@
+"""Rotary position embedding (NeoX half rotation) of queries and keys.
+
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_float, check_tensor
+
+
+@triton.jit
+def _rotate_heads(
+    x,
+    out,
+    stride_h,
+    cos,
+    sin,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Rotate one token's heads: `x` and `out` point to them, `out` is contiguous."""
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    dim = tl.arange(0, DIMS)[None, :]
+    inside = (head < NUM_HEADS) & (dim < HALF)
+    x1 = tl.load(x + head * stride_h + dim, mask=inside).to(tl.float32)
+    x2 = tl.load(x + head * stride_h + HALF + dim, mask=inside).to(tl.float32)
+    dtype = out.dtype.element_ty
+    tl.store(out + head * 2 * HALF + dim, (x1 * cos - x2 * sin).to(dtype), mask=inside)
+    tl.store(out + head * 2 * HALF + HALF + dim, (x2 * cos + x1 * sin).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotary_kernel(
+    query,  # [T, H, D]
+    key,  # [T, HKV, D]
+    cos_sin,  # fp32 [max_pos, D]
+    positions,  # int64[T]
+    query_out,  # [T, H, D], contiguous
+    key_out,  # [T, HKV, D], contiguous
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    cos_sin_stride,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    QUERY_HEADS: tl.constexpr,  # powers of two, at least H, HKV and D / 2
+    KEY_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """`(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head.
+
+    cos and sin are rounded to the dtype of the query, as the twin does; the products are fp32 and
+    rounded once, where the twin rounds each. One program per token.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, DIMS)
+    inside = dim < HALF
+    dtype = query.dtype.element_ty
+    row = cos_sin + tl.load(positions + token) * cos_sin_stride
+    cos = tl.load(row + dim, mask=inside).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(row + HALF + dim, mask=inside).to(dtype).to(tl.float32)[None, :]
+    _rotate_heads(
+        query + token * query_stride_t,
+        query_out + token * H * 2 * HALF,
+        query_stride_h,
+        cos,
+        sin,
+        H,
+        HALF,
+        QUERY_HEADS,
+        DIMS,
+    )
+    _rotate_heads(
+        key + token * key_stride_t,
+        key_out + token * HKV * 2 * HALF,
+        key_stride_h,
+        cos,
+        sin,
+        HKV,
+        HALF,
+        KEY_HEADS,
+        DIMS,
+    )
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
+
+    `cos_sin` is fp32 [max_pos, D], cos in the first half of a row and sin in the second.
+    `positions` is int64[T], each below max_pos: that is not read on the host. The inputs, of any
+    stride over T and heads, stay as they are; the results are contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.
+    """
+    check_float("query", query, 3)
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
+    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_tensor("positions", positions, (num_tokens,), torch.int64, query)
+    if head_dim % 2 != 0:
+        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key_out = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    _rotary_kernel[(num_tokens,)](
+        query,
+        key,
+        cos_sin,
+        positions,
+        query_out,
+        key_out,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        cos_sin.stride(0),
+        H=num_heads,
+        HKV=num_kv_heads,
+        HALF=head_dim // 2,
+        QUERY_HEADS=triton.next_power_of_2(num_heads),
+        KEY_HEADS=triton.next_power_of_2(num_kv_heads),
+        DIMS=triton.next_power_of_2(head_dim // 2),
+    )
+    return query_out, key_out

@@ -1,0 +1,65 @@
+"""The `quire` command: finds the subcommand and turns its errors into one line."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Final
+
+COMMANDS: Final = {
+    "up": "start a service on this machine and look after it",
+    "down": "stop it",
+    "status": "show processes, health and load",
+    "generate": "continue a prompt, streaming",
+    "chat": "chat with the model, streaming",
+}
+
+_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; give the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments:
+        case [] | ["-h" | "--help" | "help", *_]:
+            print(_help())
+            return 0 if arguments else 2
+        case ["--version", *_]:
+            print(f"quire {version('quire')}")
+            return 0
+        case [name, *_] if name not in COMMANDS:
+            sys.stderr.write(f"quire: {name}: no such command; there are {', '.join(COMMANDS)}\n")
+            return 2
+    # A command imports what it needs, and only that: `quire down` needs no gRPC.
+    command = importlib.import_module(f"quire.cli.{arguments[0]}")
+    try:
+        code: int = command.main(arguments[1:])
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # what read our output has had enough
+        sys.stderr.close()
+        return 1
+    except _known_errors() as error:
+        sys.stderr.write(f"quire: {error}\n")
+        return 1
+    return code
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    from quire.cli.command_error import CommandError  # noqa: PLC0415 - after the command's imports
+    from rpc.errors import QuireError  # noqa: PLC0415
+
+    return CommandError, QuireError
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
+    return (
+        "Serves large language models from a paged KV cache.\n\n"
+        f"usage: quire COMMAND [FLAGS]\n\n{commands}\n\n"
+        "`quire COMMAND --help` lists the flags of a command; each is also an environment variable."
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+"""`quire generate`: continues one prompt."""
+
+import sys
+from collections.abc import Sequence
+
+from quire.cli.settings import ClientSettings, GenerateSettings
+from quire.cli.streaming import show_each, show_one
+from quire.client import Client
+from quire.types import SamplingParams
+from rpc.settings import parse_settings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire generate`; give the exit code."""
+    settings = parse_settings(GenerateSettings, "quire generate", argv)  # type: ignore[type-var]
+    prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
+    with Client(settings.target) as client:
+        events = client.generate(
+            prompt,
+            sampling_from(settings, ignore_eos=settings.ignore_eos),
+            timeout_s=settings.timeout_s,
+            model=settings.model,
+            n=settings.n,
+            stop=settings.stop,
+        )
+        if settings.n > 1:
+            show_each(events, settings.n)
+        else:
+            show_one(events)
+            print()
+    return 0
+
+
+def sampling_from(settings: ClientSettings, *, ignore_eos: bool = False) -> SamplingParams:
+    """Take what the flags say of sampling."""
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        max_tokens=settings.max_tokens,
+        ignore_eos=ignore_eos,
+    )

@@ -1,0 +1,213 @@
+"""What the processes of one service are: command lines, addresses, environment."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from quire.cli import ports
+from quire.cli.child import ProcessSpec
+from quire.cli.settings import UpSettings
+from rpc.settings import ENV_PREFIX
+
+SHIPPED_MODEL: Final = Path(__file__).parents[2] / "models" / "quire-tiny-python"
+"""Where a checkout has it."""
+
+_COMMON: Final = (
+    "host",
+    "max_message_mb",
+    "drain_s",
+    "log_level",
+    "log_format",
+    "otlp_traces_endpoint",
+)
+_WORKER: Final = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "block_size",
+    "kv_cache_memory_gb",
+)
+
+
+class ModelError(Exception):
+    """There is no model to serve. The message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a service will listen; every port is free when this is made."""
+
+    http_port: int
+    grpc_port: int
+    scheduler_http_port: int
+    worker_http_ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One service, ready to be started."""
+
+    model: Path
+    model_name: str
+    http_address: str
+    """Where this machine reaches the router's HTTP."""
+    grpc_target: str
+    specs: tuple[ProcessSpec, ...]
+
+
+def find_model(settings: UpSettings) -> Path:
+    """Give the model's directory; raise ModelError if it is none."""
+    if settings.model is None:
+        if not SHIPPED_MODEL.is_dir():
+            raise ModelError(
+                f"--model: is not given, and the model that Quire ships is not at {SHIPPED_MODEL}"
+            )
+        return SHIPPED_MODEL
+    if not settings.model.is_dir():
+        raise ModelError(f"--model: {settings.model}: it must be a Hugging Face model directory")
+    for name in ("config.json", "tokenizer.json"):
+        if not (settings.model / name).is_file():
+            raise ModelError(f"--model: {settings.model}: it must have a {name}")
+    return settings.model.resolve()
+
+
+def choose_ports(settings: UpSettings) -> Addresses:
+    """Find every port; raise PortError naming the flag of one that is in use."""
+    host = settings.host
+    http_port = ports.require_free(host, settings.http_port, "--http-port")
+    taken = {http_port}
+    grpc_port = 0
+    if settings.uds is None:
+        grpc_port = ports.require_free(host, settings.grpc_port, "--grpc-port")
+        if grpc_port in taken:
+            raise ports.PortError(f"--grpc-port: {grpc_port}: is --http-port too")
+        taken.add(grpc_port)
+
+    def choose(asked: int | None, preferred: int, flag: str) -> int:
+        if asked is None:
+            port = ports.prefer(host, preferred, taken)
+        else:
+            port = ports.require_free(host, asked, flag)
+        if port in taken:
+            raise ports.PortError(f"{flag}: {port}: another flag has it too")
+        taken.add(port)
+        return port
+
+    scheduler = choose(settings.scheduler_http_port, http_port + 1, "--scheduler-http-port")
+    first = settings.worker_http_port
+    workers = tuple(
+        choose(first + i if first else first, http_port + 2 + i, "--worker-http-port")
+        for i in range(settings.workers)
+    )
+    return Addresses(http_port, grpc_port, scheduler, workers)
+
+
+def plan(
+    settings: UpSettings,
+    model: Path,
+    chosen: Addresses,
+    socket_dir: Path,
+    environment: Mapping[str, str],
+) -> Layout:
+    """Make the command lines. Between the processes are Unix sockets in `socket_dir`."""
+    common = _flags(settings, _COMMON)
+    environment = _without_our_own(environment)
+    host = ports.reachable(settings.host)
+    model_name = settings.served_model_name or model.name
+    named = ("--model", str(model), "--served-model-name", model_name)
+    sockets = [f"{socket_dir}/worker-{i}.sock" for i in range(settings.workers)]
+
+    def spec(
+        name: str, module: str, http_port: int, *flags: str, group: int, **more: str
+    ) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-m", module, "--http-port", str(http_port), *common, *flags),
+            http_address=ports.join(host, http_port),
+            stop_group=group,
+            environment={**environment, **more},
+        )
+
+    scheduler_socket = f"{socket_dir}/scheduler.sock"
+    listen = ("--grpc-port", str(chosen.grpc_port))
+    if settings.uds is not None:
+        listen = ("--uds", str(settings.uds.absolute()))
+    router = spec(
+        "router",
+        "router",
+        chosen.http_port,
+        *named,
+        *("--scheduler", f"unix:{scheduler_socket}", *listen),
+        group=0,
+    )
+    scheduler = spec(
+        "scheduler",
+        "scheduler_svc",
+        chosen.scheduler_http_port,
+        *("--uds", scheduler_socket, "--workers", ",".join(f"unix:{path}" for path in sockets)),
+        group=1,
+    )
+    workers = [
+        spec(
+            f"worker-{i}",
+            "gpu_worker",
+            chosen.worker_http_ports[i],
+            *named,
+            *("--uds", sockets[i], "--worker-id", f"worker-{i}", "--device", settings.device),
+            *_flags(settings, _WORKER),
+            group=2,
+            **_worker_environment(settings, i, environment),
+        )
+        for i in range(settings.workers)
+    ]
+    return Layout(
+        model=model,
+        model_name=model_name,
+        http_address=ports.join(host, chosen.http_port),
+        grpc_target=grpc_target(settings, chosen.grpc_port),
+        # Workers first: they take longest.
+        specs=(*workers, scheduler, router),
+    )
+
+
+def grpc_target(settings: UpSettings, grpc_port: int) -> str:
+    """Give the router's target, as this machine reaches it."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds.absolute()}"
+    return ports.join(ports.reachable(settings.host), grpc_port)
+
+
+def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Pass on what is set; an empty string is every process's default."""
+    flags: list[str] = []
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value != "":
+            flags += ("--" + name.replace("_", "-"), str(value))
+    return tuple(flags)
+
+
+def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """Drop the variables that are flags of `up`: QUIRE_HTTP_PORT, say, means the router's only."""
+    own = {ENV_PREFIX + name.upper() for name in UpSettings.model_fields}
+    return {name: value for name, value in environment.items() if name.upper() not in own}
+
+
+def _worker_environment(
+    settings: UpSettings, index: int, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Give each of several workers its share of the machine."""
+    if settings.workers == 1:
+        return {}
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(settings.workers)]
+    share = {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
+    if "OMP_NUM_THREADS" not in environment:
+        # Else each takes every core, and they wait for one another.
+        share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // settings.workers))
+    return share

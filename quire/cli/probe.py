@@ -1,0 +1,58 @@
+"""Asks a process, over HTTP, whether it is ready."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import aiohttp
+
+_POLL_S = 0.1
+_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What `/ready` answered."""
+
+    ready: bool
+    status: str
+    """For a person, such as "loading weights"."""
+    progress: float | None = None
+    """Part of the status that is done, in [0, 1]."""
+
+
+STARTING = Readiness(ready=False, status="starting")
+"""Of a process that does not listen yet."""
+
+
+async def probe(session: aiohttp.ClientSession, address: str) -> Readiness | None:
+    """Ask the process at `address`, "host:port"; None if nothing answers."""
+    try:
+        async with session.get(f"http://{address}/ready", timeout=_TIMEOUT) as response:
+            body = await response.json(content_type=None)
+            progress = body.get("progress")
+            return Readiness(
+                ready=response.status == HTTPStatus.OK,
+                status=str(body.get("status", "")),
+                progress=float(progress) if isinstance(progress, int | float) else None,
+            )
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+        return None
+
+
+async def wait_until_ready(
+    name_to_address: Mapping[str, str],
+    show: Callable[[Mapping[str, Readiness]], None],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Poll until every process is ready, showing each turn; `check` may raise to give up."""
+    readiness = dict.fromkeys(name_to_address, STARTING)
+    async with aiohttp.ClientSession() as session:
+        while not all(each.ready for each in readiness.values()):
+            check()
+            answers = await asyncio.gather(*(probe(session, a) for a in name_to_address.values()))
+            for name, answer in zip(name_to_address, answers, strict=True):
+                readiness[name] = answer or STARTING
+            show(readiness)
+            await asyncio.sleep(_POLL_S)

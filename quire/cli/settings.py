@@ -1,0 +1,125 @@
+"""What each subcommand is told: flags, environment variables, defaults."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+
+from rpc.settings import ENV_PREFIX, Port, ProcessSettings
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class UpSettings(ProcessSettings):
+    """Start a router, a scheduler and workers on this machine, and look after them.
+
+    Variables of the processes that have no flag here (QUIRE_MAX_WAITING, for one) reach them too.
+    """
+
+    model: Path | None = None
+    """Hugging Face model directory; default: the small model that Quire ships."""
+    served_model_name: str = ""
+    """The name that requests use; empty: the directory's name."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many workers to start; on CUDA each takes a device of its own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the workers compute; auto is cuda where there is one."""
+    http_port: Port = 8000
+    """Port of the router's HTTP, with OpenAI's API; 0 picks a free one."""
+    grpc_port: Port = 50051
+    """Port of the router's gRPC; 0 picks a free one."""
+    uds: Path | None = None
+    """Path of a Unix socket for the router's gRPC, instead of host and port."""
+    scheduler_http_port: Port | None = None
+    """Port of the scheduler's HTTP, for probes and metrics; 0 picks a free one. Default: the one
+    after --http-port if it is free."""
+    worker_http_port: Port | None = None
+    """Port of the first worker's HTTP, the others' follow; 0 picks free ones. Default: the second
+    after --http-port if it is free."""
+    dtype: str | None = None
+    """Number format of weights and activations, such as bfloat16; default: the worker's."""
+    max_model_len: Positive | None = None
+    """Most tokens of prompt and output together; default: the model's context."""
+    max_num_seqs: Positive | None = None
+    """Most sequences that run at once at a worker; default: the worker's."""
+    max_num_batched_tokens: Positive | None = None
+    """Most tokens a step may compute; default: the worker's."""
+    num_blocks: Positive | None = None
+    """KV blocks of a worker; default: what memory allows."""
+    block_size: Positive | None = None
+    """Tokens of one KV block; default: the worker's."""
+    kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Memory for KV blocks of a worker, in GB; default: what memory allows."""
+    detach: bool = False
+    """Return when the service is ready and leave it up; `quire down` stops it."""
+    demo: bool = False
+    """Stream one completion in the terminal when the service is ready."""
+    verbose: bool = False
+    """Show the processes' logs as they are written."""
+
+
+class _CommandSettings(BaseSettings):
+    model_config = SettingsConfigDict(
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ClientSettings(_CommandSettings):
+    """What `generate` and `chat` share."""
+
+    target: str = "127.0.0.1:50051"
+    """The router's gRPC: host:port, or unix:/path."""
+    model: str = ""
+    """A model of the service; empty: the only one served."""
+    max_tokens: Positive | None = None
+    """Most tokens to produce; default: as many as the context has room for."""
+    temperature: float | None = None
+    """0 takes the likeliest token each time; default: 1."""
+    top_p: float | None = None
+    """Keep the smallest set of likely tokens with so much probability; default: all."""
+    top_k: int = 0
+    """Keep only so many of the likeliest tokens; 0 keeps all."""
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    """Makes the output repeatable."""
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The request's deadline, in seconds; default: none."""
+
+
+class GenerateSettings(ClientSettings):
+    """Continue a prompt, streaming."""
+
+    prompt: CliPositionalArg[str]
+    """The text to continue; - reads standard input."""
+    n: Positive = 1
+    """How many outputs; more than one are shown when complete, one after another."""
+    stop: tuple[str, ...] = ()
+    """Text that ends the output; may be given several times."""
+    ignore_eos: bool = False
+    """Go on past the model's end of text."""
+
+
+class ChatSettings(ClientSettings):
+    """Chat with the model, streaming. /new forgets the conversation, /quit or Ctrl-D ends."""
+
+    system: str = ""
+    """What the conversation begins with, as the system's message."""
+
+
+class StatusSettings(_CommandSettings):
+    """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
+
+    target: str = ""
+    """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
+
+
+class DownSettings(_CommandSettings):
+    """Stop a service that `quire up` started: let live requests finish, then end its processes."""
+
+    http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Which one, by the port of its router's HTTP; default: the only one there is."""
+    all: bool = False
+    """Stop every one."""

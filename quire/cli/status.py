@@ -1,0 +1,92 @@
+"""`quire status`: what runs, whether it is well, how busy it is."""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.probe import Readiness, probe
+from quire.cli.service_dir import ServiceInfo, running_services
+from quire.cli.settings import StatusSettings
+from quire.client import Client
+from quire.types import Load
+from rpc.errors import QuireError
+from rpc.settings import parse_settings
+
+_TIMEOUT_S = 3.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire status`; give the exit code."""
+    settings = parse_settings(StatusSettings, "quire status", argv)  # type: ignore[type-var]
+    console = Console(highlight=False)
+    if settings.target:
+        return 0 if _show_load(console, settings.target) else 1
+    services = sorted(running_services(), key=lambda service: service.http_address)
+    if not services:
+        console.print("no service of yours is up on this machine; `quire up` starts one")
+        return 1
+    all_well = [_show_service(console, service) for service in services]
+    return 0 if all(all_well) else 1
+
+
+def _show_service(console: Console, service: ServiceInfo) -> bool:
+    console.print(f"[bold]{service.model_name}[/bold]  {service.model}")
+    console.print(
+        f"HTTP {service.http_address}, gRPC {service.grpc_target}, supervisor pid {service.pid},"
+        f" logs {service.log_dir}",
+        soft_wrap=True,
+    )
+    answers = asyncio.run(_probe_all(service))
+    table = Table("process", "pid", "status", "restarts", "HTTP")
+    for process, answer in zip(service.processes, answers, strict=True):
+        table.add_row(
+            process.name,
+            "-" if process.pid is None else str(process.pid),
+            _describe(answer),
+            str(process.num_restarts),
+            process.http_address,
+        )
+    console.print(table)
+    is_loaded = _show_load(console, service.grpc_target)
+    return is_loaded and all(answer is not None and answer.ready for answer in answers)
+
+
+async def _probe_all(service: ServiceInfo) -> list[Readiness | None]:
+    async with aiohttp.ClientSession() as session:
+        return await asyncio.gather(
+            *(probe(session, process.http_address) for process in service.processes)
+        )
+
+
+def _describe(readiness: Readiness | None) -> str:
+    if readiness is None:
+        return "[red]does not answer[/red]"
+    percent = "" if readiness.progress is None else f" {readiness.progress:.0%}"
+    colour = "green" if readiness.ready else "yellow"
+    return f"[{colour}]{readiness.status}{percent}[/{colour}]"
+
+
+def _show_load(console: Console, target: str) -> bool:
+    """Show the load that the router reports; give whether it did."""
+    try:
+        with Client(target) as client:
+            load = client.load(timeout_s=_TIMEOUT_S)
+    except QuireError as error:
+        console.print(f"load: [red]{target} does not say: {error}[/red]", soft_wrap=True)
+        return False
+    console.print(describe_load(load))
+    return True
+
+
+def describe_load(load: Load) -> str:
+    """Say it in a line."""
+    num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
+    return (
+        f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"
+        f" {load.num_requests_waiting} waiting; KV blocks of {load.block_size} tokens:"
+        f" {num_used} used, {load.num_cached_blocks} cached, {load.num_free_blocks} free;"
+        f" {load.num_workers} worker{'' if load.num_workers == 1 else 's'}"
+    )

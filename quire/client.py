@@ -1,0 +1,282 @@
+"""A Python client of the service, synchronous and asynchronous.
+
+    from quire.client import Client, SamplingParams
+
+    with Client("127.0.0.1:50051") as client:
+        for event in client.generate("def add(", SamplingParams(max_tokens=64)):
+            ...
+
+Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
+TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
+deadline, which the service honours.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Self, Unpack, cast
+
+import grpc
+import grpc.aio
+
+from quire import wire
+from quire.types import (
+    ChatMessage,
+    Completion,
+    Event,
+    FinishReason,
+    GenerateOptions,
+    Load,
+    Model,
+    Output,
+    OutputDelta,
+    OutputError,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from quire.v1 import inference_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from rpc import telemetry
+from rpc.channel import open_channel
+from rpc.status import status_to_error
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "Event",
+    "FinishReason",
+    "GenerateOptions",
+    "Load",
+    "Model",
+    "Output",
+    "OutputDelta",
+    "OutputError",
+    "OutputFinished",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+]
+
+DEFAULT_SAMPLING = SamplingParams()
+
+
+@contextlib.contextmanager
+def _quire_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        # Synchronous calls raise a private class that has the same methods.
+        raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None
+
+
+class Client:
+    """Blocks. Threads may share one."""
+
+    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
+        """`target` is "host:port" or "unix:/path"; the first call connects."""
+        self._channel = grpc.insecure_channel(target, options=channel_options(max_message_mb))
+        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is still running."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[Event]:
+        """Yield events as they happen; closing the iterator ends the work."""
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        with _quire_errors():
+            call = self._stub.Generate(
+                request, timeout=timeout_s, metadata=telemetry.inject_metadata()
+            )
+            try:
+                for response in call:
+                    yield wire.event_from_proto(response)
+            finally:
+                call.cancel()
+
+    def generate_once(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Give the outputs when all are complete."""
+        request = inference_pb2.GenerateOnceRequest(
+            request=wire.generate_request_to_proto(prompt, sampling, options)
+        )
+        with _quire_errors():
+            response = self._stub.GenerateOnce(
+                request, timeout=timeout_s, metadata=telemetry.inject_metadata()
+            )
+        return wire.completion_from_proto(response)
+
+    def tokenize(
+        self,
+        text_or_chat: str | Sequence[ChatMessage],
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Give the token ids of a text, or of a chat ended by the assistant's cue."""
+        request = wire.tokenize_request_to_proto(
+            text_or_chat, model, add_special_tokens=add_special_tokens
+        )
+        with _quire_errors():
+            return tuple(self._stub.Tokenize(request, timeout=timeout_s).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Give the text of some token ids."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        with _quire_errors():
+            text: str = self._stub.Detokenize(request, timeout=timeout_s).text
+        return text
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Give the models served."""
+        request = inference_pb2.ListModelsRequest()
+        with _quire_errors():
+            return wire.models_from_proto(self._stub.ListModels(request, timeout=timeout_s))
+
+    def load(self, *, timeout_s: float | None = None) -> Load:
+        """Say how busy the service is."""
+        request = inference_pb2.GetLoadRequest()
+        with _quire_errors():
+            return wire.load_from_proto(self._stub.GetLoad(request, timeout=timeout_s).load)
+
+
+class AsyncClient:
+    """The same for asyncio; belongs to the event loop it is made in."""
+
+    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
+        """`target` is "host:port" or "unix:/path"; the first call connects."""
+        self._channel = open_channel(target, max_message_mb)
+        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what is still running."""
+        await self._channel.close(grace=None)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncIterator[Event]:
+        """Yield events as they happen; closing the iterator ends the work."""
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        with _quire_errors():
+            call = self._stub.Generate(request, timeout=timeout_s)
+            try:
+                async for response in call:
+                    yield wire.event_from_proto(response)
+            finally:
+                call.cancel()
+
+    async def generate_once(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Give the outputs when all are complete."""
+        request = inference_pb2.GenerateOnceRequest(
+            request=wire.generate_request_to_proto(prompt, sampling, options)
+        )
+        with _quire_errors():
+            return wire.completion_from_proto(
+                await self._stub.GenerateOnce(request, timeout=timeout_s)
+            )
+
+    async def tokenize(
+        self,
+        text_or_chat: str | Sequence[ChatMessage],
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Give the token ids of a text, or of a chat ended by the assistant's cue."""
+        request = wire.tokenize_request_to_proto(
+            text_or_chat, model, add_special_tokens=add_special_tokens
+        )
+        with _quire_errors():
+            return tuple((await self._stub.Tokenize(request, timeout=timeout_s)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Give the text of some token ids."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        with _quire_errors():
+            text: str = (await self._stub.Detokenize(request, timeout=timeout_s)).text
+        return text
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """Give the models served."""
+        request = inference_pb2.ListModelsRequest()
+        with _quire_errors():
+            return wire.models_from_proto(await self._stub.ListModels(request, timeout=timeout_s))
+
+    async def load(self, *, timeout_s: float | None = None) -> Load:
+        """Say how busy the service is."""
+        request = inference_pb2.GetLoadRequest()
+        with _quire_errors():
+            response = await self._stub.GetLoad(request, timeout=timeout_s)
+        return wire.load_from_proto(response.load)

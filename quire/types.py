@@ -1,0 +1,155 @@
+"""What the Python client takes and gives: plain values, no protobuf."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TypeAlias, TypedDict
+
+
+class FinishReason(Enum):
+    """Why an output ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when an output ends; see `quire.v1.SamplingParams` for each field.
+
+    None is the service's own default.
+    """
+
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `generate`; see `quire.v1.GenerateRequest` for each."""
+
+    model: str
+    n: int
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    cache_salt: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one produced token, and of the likeliest at its position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Token id and log-probability, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New tokens of one output, and the text that has become certain with them."""
+
+    output_index: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """A failure of one output after its request was accepted."""
+
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """The end of one output."""
+
+    output_index: int
+    finish_reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    error: OutputError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request cost, in tokens; the last event of a stream."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+Event: TypeAlias = OutputDelta | OutputFinished | Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One complete output."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finished: OutputFinished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The complete outputs of one prompt, by output index."""
+
+    request_id: str
+    outputs: tuple[Output, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a chat; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model that the service offers."""
+
+    id: str
+    max_model_len: int
+    """Most tokens that prompt and output may have together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the service is."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    max_num_seqs: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    block_size: int
+    num_workers: int

@@ -1,0 +1,158 @@
+"""The client's end of `quire.v1.InferenceService`: its values to protos and back."""
+
+from collections.abc import Sequence
+
+from quire.types import (
+    ChatMessage,
+    Completion,
+    Event,
+    FinishReason,
+    GenerateOptions,
+    Load,
+    Model,
+    Output,
+    OutputDelta,
+    OutputError,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from quire.v1 import common_pb2, inference_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+def generate_request_to_proto(
+    prompt: str | Sequence[int], sampling: SamplingParams, options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """Make a request of a prompt, text or token ids."""
+    request = inference_pb2.GenerateRequest(sampling=sampling_to_proto(sampling), **options)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
+    return request
+
+
+def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Leave out what is None, so that the service's default holds."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logit_bias=sampling.logit_bias,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+def tokenize_request_to_proto(
+    text_or_chat: str | Sequence[ChatMessage], model: str, *, add_special_tokens: bool
+) -> inference_pb2.TokenizeRequest:
+    """Make a request of a text or a chat."""
+    request = inference_pb2.TokenizeRequest(model=model)
+    if isinstance(text_or_chat, str):
+        request.text = text_or_chat
+        request.add_special_tokens = add_special_tokens
+    else:
+        request.chat.SetInParent()
+        for message in text_or_chat:
+            request.chat.messages.add(role=message.role, content=message.content)
+    return request
+
+
+def event_from_proto(response: inference_pb2.GenerateResponse) -> Event:
+    """Raise ValueError for an event of a kind that this client does not know."""
+    match response.WhichOneof("event"):
+        case "delta":
+            delta = response.delta
+            return OutputDelta(
+                output_index=delta.output_index,
+                token_offset=delta.token_offset,
+                token_ids=tuple(delta.token_ids),
+                text=delta.text,
+                logprobs=tuple(map(logprob_from_proto, delta.logprobs)),
+            )
+        case "finished":
+            return finished_from_proto(response.finished)
+        case "usage":
+            return usage_from_proto(response.usage)
+        case kind:
+            raise ValueError(f"event is {kind}; this client knows delta, finished and usage")
+
+
+def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Completion:
+    """Take a complete answer."""
+    outputs = tuple(
+        Output(
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(map(logprob_from_proto, output.logprobs)),
+            finished=finished_from_proto(output.finished),
+        )
+        for output in response.outputs
+    )
+    return Completion(response.request_id, outputs, usage_from_proto(response.usage))
+
+
+def finished_from_proto(finished: inference_pb2.OutputFinished) -> OutputFinished:
+    """Take the end of one output; a reason that is not known is an error."""
+    stopped_by = finished.WhichOneof("stopped_by")
+    error = None
+    if finished.HasField("error"):
+        error = OutputError(finished.error.message, finished.error.retryable)
+    return OutputFinished(
+        output_index=finished.output_index,
+        finish_reason=_REASONS.get(finished.finish_reason, FinishReason.ERROR),
+        stop_string=finished.stop_string if stopped_by == "stop_string" else None,
+        stop_token_id=finished.stop_token_id if stopped_by == "stop_token_id" else None,
+        error=error,
+    )
+
+
+def logprob_from_proto(logprob: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Pair the likeliest tokens with their log-probabilities."""
+    top = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+    return TokenLogprob(logprob.logprob, tuple(top))
+
+
+def usage_from_proto(usage: inference_pb2.Usage) -> Usage:
+    """Take what a request cost."""
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def models_from_proto(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    """Take the models served."""
+    return tuple(
+        Model(model.id, model.max_model_len, model.vocab_size, tuple(model.eos_token_ids))
+        for model in response.models
+    )
+
+
+def load_from_proto(load: common_pb2.Load) -> Load:
+    """Take the load."""
+    return Load(
+        num_requests_running=load.num_requests_running,
+        num_requests_waiting=load.num_requests_waiting,
+        max_num_seqs=load.max_num_seqs,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        block_size=load.block_size,
+        num_workers=load.num_workers,
+    )

@@ -1,0 +1,68 @@
+"""Builds a router from its settings and runs it: the one place that constructs collaborators."""
+
+import asyncio
+import contextlib
+import os
+import socket
+
+import grpc.aio
+from aiohttp import web
+
+from quire.v1 import inference_pb2_grpc
+from router import grpc_face
+from router.inference import Inference
+from router.openai import face as openai_face
+from router.scheduler_client import SchedulerClient
+from router.settings import RouterSettings
+from router.tokenizer import load_tokenizer
+from rpc.health import Health
+from rpc.server import Service, serve
+
+
+async def run_router(settings: RouterSettings, stop: asyncio.Event | None = None) -> None:
+    """Serves until SIGTERM, SIGINT or `stop`; live requests finish first.
+
+    Raises FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and
+    whatever breaks the scheduler client: a bug, which must not go on in silence.
+    """
+    stop = asyncio.Event() if stop is None else stop
+    health = Health()
+    health.set_starting("reading the tokenizer")
+    tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
+    scheduler = SchedulerClient(
+        settings.scheduler,
+        router_id=f"{socket.gethostname()}:{os.getpid()}",
+        health=health,
+        max_message_mb=settings.max_message_mb,
+    )
+    inference = Inference(
+        settings.model_name,
+        tokenizer,
+        scheduler,
+        max_live_requests=settings.max_live_requests,
+        tokenizer_threads=settings.tokenizer_threads,
+    )
+    servicer = grpc_face.InferenceServicer(inference)
+
+    def add_to_server(server: grpc.aio.Server) -> None:
+        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
+        add(servicer, server)  # type: ignore[no-untyped-call]
+
+    http = web.Application()
+    http.add_routes(openai_face.routes(inference))
+    client = asyncio.create_task(scheduler.run(), name="scheduler client")
+    client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
+    try:
+        await serve(
+            settings,
+            health=health,
+            services=[Service(grpc_face.SERVICE_NAME, add_to_server)],
+            http=http,
+            on_drain=inference.drain,
+            stop=stop,
+        )
+    finally:
+        inference.close()
+        client.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await client

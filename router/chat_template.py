@@ -1,0 +1,96 @@
+"""Renders a chat into a prompt with the model's own Jinja template.
+
+Templates are written for the environment that the `transformers` library gives them; this is the
+same: sandboxed, its whitespace rules, and the names `raise_exception`, `strftime_now`, `tojson` and
+`{% generation %}`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Never
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from rpc.errors import InvalidArgumentError
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """One compiled template; rendering is thread-safe."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` are the names that templates use, such as `bos_token`, and their texts.
+
+        Raises `jinja2.TemplateSyntaxError`.
+        """
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            autoescape=False,  # the result is a prompt, not HTML
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """The prompt, ended by the cue for the assistant unless `add_generation_prompt` is False.
+
+        Other `kwargs`, such as `tools`, are the template's. Raises `InvalidArgumentError` if the
+        template refuses the messages or cannot make anything of them.
+        """
+        variables = {
+            **self._special_tokens,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+            **kwargs,
+            "messages": messages,
+        }
+        try:
+            return self._template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidArgumentError(
+                "messages", f"do not fit the model's chat template: {error}"
+            ) from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> Never:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 -- templates may pass it by name
+    return datetime.now().astimezone().strftime(format)

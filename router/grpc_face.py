@@ -1,0 +1,157 @@
+"""The gRPC face: `quire.v1.InferenceService` over the domain service."""
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from quire.v1 import inference_pb2, inference_pb2_grpc
+from router.domain import FinishReason, OutputDelta, OutputFinished, Usage
+from router.inference import Inference
+from router.scheduler_wire import error_from_code
+from router.wire import (
+    event_to_proto,
+    finished_to_proto,
+    generate_request_from_proto,
+    load_to_proto,
+    logprob_to_proto,
+    model_to_proto,
+    usage_to_proto,
+)
+from rpc.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    QuireError,
+    UnavailableError,
+)
+
+SERVICE_NAME = "quire.v1.InferenceService"
+
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers calls; what is raised becomes status in the server's interceptor."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def Generate(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: _Context,
+    ) -> None:
+        """Streams the events; a reader that is slow gets fewer and larger deltas.
+
+        Writes to the context, rather than being a generator: a call that ends while a write waits
+        for the reader then unwinds this very frame, and with it the request, at once.
+        """
+        domain_request = generate_request_from_proto(request, _deadline(context))
+        async with await self._inference.generate(domain_request) as live:
+            async for event in live:
+                await context.write(event_to_proto(live.request_id, event))
+
+    async def GenerateOnce(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateOnceRequest,
+        context: _Context,
+    ) -> inference_pb2.GenerateOnceResponse:
+        """Collects the events; the failure of an output is the call's."""
+        domain_request = generate_request_from_proto(request.request, _deadline(context))
+        response = inference_pb2.GenerateOnceResponse()
+        async with await self._inference.generate(domain_request) as live:
+            response.request_id = live.request_id
+            for _ in range(domain_request.n):
+                response.outputs.add()
+            texts: list[list[str]] = [[] for _ in response.outputs]
+            async for event in live:
+                match event:
+                    case OutputDelta():
+                        output = response.outputs[event.output_index]
+                        output.token_ids.extend(event.token_ids)
+                        output.logprobs.extend(map(logprob_to_proto, event.logprobs))
+                        texts[event.output_index].append(event.text)
+                    case OutputFinished():
+                        if (error := _failure(event)) is not None:
+                            raise error
+                        output = response.outputs[event.output_index]
+                        output.finished.CopyFrom(finished_to_proto(event))
+                        output.text = "".join(texts[event.output_index])
+                    case Usage():
+                        response.usage.CopyFrom(usage_to_proto(event))
+        return response
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, _: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        """Tokenizes a text or a chat."""
+        match request.WhichOneof("input"):
+            case "text":
+                text = request.text
+                add_special_tokens = (
+                    request.add_special_tokens if request.HasField("add_special_tokens") else True
+                )
+            case "chat":
+                if not request.chat.messages:
+                    raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
+                text = await self._inference.render_chat(
+                    request.model,
+                    [{"role": m.role, "content": m.content} for m in request.chat.messages],
+                )
+                add_special_tokens = False  # the template wrote them
+            case _:
+                raise InvalidArgumentError("input", "is not set; text or chat must be")
+        token_ids = await self._inference.tokenize(
+            request.model, text, add_special_tokens=add_special_tokens
+        )
+        (model,) = self._inference.models() or (None,)
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=0 if model is None else model.max_model_len
+        )
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, _: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turns token ids into text."""
+        text = await self._inference.detokenize(
+            request.model,
+            request.token_ids,
+            skip_special_tokens=(
+                request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            ),
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self, _request: inference_pb2.ListModelsRequest, _: _Context
+    ) -> inference_pb2.ListModelsResponse:
+        """Lists the models."""
+        return inference_pb2.ListModelsResponse(
+            models=map(model_to_proto, self._inference.models())
+        )
+
+    async def GetLoad(  # noqa: N802
+        self, _request: inference_pb2.GetLoadRequest, _: _Context
+    ) -> inference_pb2.GetLoadResponse:
+        """Passes on the scheduler's load."""
+        return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
+
+
+def _deadline(context: _Context) -> float | None:
+    """When the call's deadline passes, on the event loop's clock."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
+
+
+def _failure(finished: OutputFinished) -> QuireError | None:
+    match finished.reason:
+        case FinishReason.ERROR:
+            assert finished.error is not None, "ERROR comes with an error"
+            return error_from_code(finished.error.code, finished.error.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError("the deadline passed before the outputs were complete")
+        case FinishReason.CANCELLED:
+            return UnavailableError("the service cancelled the request")
+        case _:
+            return None

@@ -1,0 +1,258 @@
+"""The one domain service: what every face of the router calls."""
+
+import asyncio
+import secrets
+import uuid
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, StatusCode
+
+from router import metrics
+from router.detokenizer import Detokenizer
+from router.domain import GenerateRequest, Load, ModelInfo
+from router.live_output import LiveOutput
+from router.live_request import LiveRequest, ReplayRecord
+from router.scheduler_client import SchedulerClient
+from router.stop_strings import StopMatcher, StopPattern
+from router.tokenizer import Tokenizer
+from router.validation import check_request, check_token_ids, check_unicode, settle_sampling
+from rpc import telemetry
+from rpc.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+    UnimplementedError,
+)
+
+_SEED_BITS = 63
+"""So that a seed fits a signed 64-bit integer, in whatever language reads a log."""
+
+T = TypeVar("T")
+
+
+class Inference:
+    """Validates, tokenizes and submits requests, and answers what faces ask about the model.
+
+    Every method that takes a `model` accepts "" for the only model served and raises
+    `NotFoundError` for an unknown one. Those that need the model's limits raise `UnavailableError`
+    until the scheduler has told them.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        scheduler: SchedulerClient,
+        *,
+        max_live_requests: int,
+        tokenizer_threads: int,
+    ) -> None:
+        """Serves one model, under one name."""
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._max_live_requests = max_live_requests
+        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+        self._request_id_to_span: dict[str, Span] = {}
+        """The live requests: from being taken to being read to the end, or left."""
+        self._draining = False
+        self._drained = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> LiveRequest:
+        """Submits a request; the caller reads the result under `async with`.
+
+        Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
+        model; `AlreadyExistsError` if a request of this id is live; `TooBusyError` beyond
+        `max_live_requests`; `UnavailableError` while draining or cut off from the scheduler;
+        `DeadlineExceededError` if the deadline passed while the prompt was tokenized.
+        """
+        try:
+            return await self._generate(request)
+        except QuireError as error:
+            metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            raise
+
+    async def _generate(self, request: GenerateRequest) -> LiveRequest:
+        model = self._model(request.model)
+        max_prompt_bytes = model.max_model_len * self._tokenizer.table.max_piece_bytes
+        check_request(request, model, max_prompt_bytes)
+        request_id = request.request_id or uuid.uuid4().hex
+        span = self._take(request_id)
+        try:
+            live = await self._submit(request, request_id, model, span)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                span.set_status(StatusCode.ERROR, str(error))
+            self._release(request_id)
+            raise
+        metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
+        return live
+
+    async def _submit(
+        self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span
+    ) -> LiveRequest:
+        prompt, patterns = await self._in_thread(lambda: self._prepare(request))
+        if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
+            raise DeadlineExceededError("the deadline passed before the request was submitted")
+        sampling = settle_sampling(
+            request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
+        )
+        span.set_attributes(
+            {
+                "quire.request_id": request_id,
+                "gen_ai.request.model": model.id,
+                "gen_ai.usage.input_tokens": len(prompt),
+            }
+        )
+        record = ReplayRecord(
+            request_id=request_id,
+            first_seq_key=self._scheduler.reserve_seq_keys(request.n),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            cache_salt=request.cache_salt,
+            traceparent=telemetry.inject(trace.set_span_in_context(span)),
+        )
+        end_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            end_token_ids |= frozenset(model.eos_token_ids)
+        outputs = [
+            LiveOutput(
+                index,
+                Detokenizer(self._tokenizer.table, skip_special_tokens=request.skip_special_tokens),
+                StopMatcher(patterns, include_in_output=request.include_stop_str_in_output),
+                end_token_ids,
+            )
+            for index in range(request.n)
+        ]
+        live = LiveRequest(
+            record,
+            outputs,
+            model=model.id,
+            deadline=request.deadline,
+            cancel=self._scheduler.cancel,
+            on_closed=self._on_closed,
+        )
+        self._scheduler.submit(live)
+        return live
+
+    def _prepare(self, request: GenerateRequest) -> tuple["array[int]", list[StopPattern]]:
+        """What takes time in proportion to what the client sent; runs in a thread."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = tuple(
+                self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+            )
+        return array("i", prompt), [StopPattern.of(string) for string in request.stop]
+
+    def _take(self, request_id: str) -> Span:
+        if self._draining:
+            raise UnavailableError("the router is draining; another one takes requests")
+        if request_id in self._request_id_to_span:
+            raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
+        if len(self._request_id_to_span) >= self._max_live_requests:
+            raise TooBusyError(
+                f"{len(self._request_id_to_span)} requests are live; at most"
+                f" {self._max_live_requests} may be"
+            )
+        span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
+        self._request_id_to_span[request_id] = span
+        metrics.NUM_REQUESTS_LIVE.inc()
+        return span
+
+    def _on_closed(self, live: LiveRequest) -> None:
+        span = self._request_id_to_span[live.request_id]
+        span.set_attribute("gen_ai.usage.output_tokens", live.num_completion_tokens)
+        span.set_attribute("gen_ai.response.finish_reasons", live.finish_reasons)
+        self._release(live.request_id)
+
+    def _release(self, request_id: str) -> None:
+        self._request_id_to_span.pop(request_id).end()
+        metrics.NUM_REQUESTS_LIVE.dec()
+        if self._draining and not self._request_id_to_span:
+            self._drained.set()
+
+    async def drain(self) -> None:
+        """Takes no more requests; returns when the live ones have been read to their end."""
+        self._draining = True
+        self._scheduler.drain()
+        if self._request_id_to_span:
+            await self._drained.wait()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def tokenize(
+        self, model: str, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Turns text into token ids, as `generate` does, off the event loop."""
+        self._check_name(model)
+        check_unicode("text", text)
+        return await self._in_thread(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def render_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> str:
+        """Turns a chat into a prompt by the model's template, with the cue for the assistant.
+
+        The prompt has the special tokens it needs: tokenize it with `add_special_tokens=False`.
+        Raises `InvalidArgumentError` if the template refuses the messages, `UnimplementedError` if
+        the model has none.
+        """
+        self._check_name(model)
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise UnimplementedError(f"model {self._model_name!r} has no chat template")
+        return await self._in_thread(lambda: template.render(messages, **template_kwargs))
+
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """Turns token ids into text."""
+        check_token_ids("token_ids", token_ids, self._model(model))
+        return await self._in_thread(
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def token_text(self, model: str, token_id: int) -> str:
+        """The text of one token alone; U+FFFD stands for bytes that are no whole character."""
+        return self.token_bytes(model, token_id).decode(errors="replace")
+
+    def token_bytes(self, model: str, token_id: int) -> bytes:
+        """The bytes that one token adds to the text; a special token's are those of its name."""
+        self._check_name(model)
+        pieces = self._tokenizer.table.pieces
+        return pieces[token_id] if token_id < len(pieces) else b""
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models served; none until the scheduler's model is known."""
+        return () if self._scheduler.model is None else (self._model(""),)
+
+    async def load(self) -> Load:
+        """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
+        return await self._scheduler.load()
+
+    def _check_name(self, name: str) -> None:
+        if name not in ("", self._model_name):
+            raise NotFoundError(f"model {name[:128]!r} is not served; {self._model_name!r} is")
+
+    def _model(self, name: str) -> ModelInfo:
+        self._check_name(name)
+        model = self._scheduler.model
+        if model is None:
+            raise UnavailableError("the model's limits are not known: no scheduler has connected")
+        return ModelInfo(
+            self._model_name, model.max_model_len, model.vocab_size, model.eos_token_ids
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

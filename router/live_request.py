@@ -1,0 +1,245 @@
+"""One live request: its replay record, its outputs, and the events its reader has not taken yet."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from router import metrics
+from router.domain import (
+    Event,
+    FinishReason,
+    OutputError,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from router.live_output import LiveOutput
+from rpc.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRecord:
+    """What the scheduler must be told of a request, again if it forgets.
+
+    Nothing in it is left to chance or to the scheduler's choice: `sampling.seed` and
+    `sampling.max_tokens` are set, so that a request that is submitted again with the tokens it has
+    produced goes on exactly as it would have.
+    """
+
+    request_id: str
+    first_seq_key: int
+    """Output i is the sequence `first_seq_key + i`."""
+    prompt_token_ids: "array[int]"
+    """int32, at least one; never changed."""
+    sampling: SamplingParams
+    cache_salt: str
+    traceparent: str
+
+
+class LiveRequest:
+    """A request that the scheduler works on, and the stream of its events.
+
+    A face reads it as an asynchronous iterator, under `async with`: leaving the block early, for
+    whatever reason, cancels what is still live. A refusal by the scheduler is raised, as the
+    `QuireError` it is, from the first `__anext__`; a failure after that is an `OutputFinished` with
+    reason ERROR. After the `Usage` the iteration ends.
+
+    The scheduler client is the only one who calls the methods from `push_token` to `refuse`. None
+    of them waits: what the reader has not taken yet is merged into one pending delta per output, so
+    a reader that is slow, or never reads, costs the memory of its tokens (at most `max_model_len`
+    per output) and stops nobody else.
+    """
+
+    def __init__(
+        self,
+        record: ReplayRecord,
+        outputs: Sequence[LiveOutput],
+        *,
+        model: str,
+        deadline: float | None,
+        cancel: Callable[[Sequence[int]], None],
+        on_closed: Callable[["LiveRequest"], None],
+    ) -> None:
+        """Takes its place between scheduler and reader; belongs to the running event loop.
+
+        `cancel` ends sequences at the scheduler, without an echo to this request. `on_closed` is
+        called once, when the reader has taken everything or has left.
+        """
+        self.record = record
+        self.model = model
+        self.created = int(time.time())
+        self.outputs = tuple(outputs)
+        self.num_cached_tokens: int | None = None
+        self.num_submits = 0
+        """How often the scheduler was told; counted by the scheduler client."""
+        self._refusal: QuireError | None = None
+        loop = asyncio.get_running_loop()
+        self._submitted_at = loop.time()
+        self._cancel = cancel
+        self._on_closed = on_closed
+        self._news = asyncio.Event()
+        self._outputs_with_news: dict[int, None] = {}  # an ordered set: each output has its turn
+        self._num_outputs_read = 0  # outputs whose end the reader has taken
+        self._accepted = False  # the reader has taken an event: too late to refuse
+        self._closed = False
+        self._timer = None if deadline is None else loop.call_at(deadline, self._expire)
+
+    @property
+    def request_id(self) -> str:
+        """The id, given by the client or made by the router."""
+        return self.record.request_id
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt's tokens, with special tokens."""
+        return self.record.prompt_token_ids
+
+    @property
+    def live_seq_keys(self) -> list[int]:
+        """The keys of the outputs that have not ended."""
+        first = self.record.first_seq_key
+        return [first + output.index for output in self.outputs if output.finished is None]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """How each output ended, of those that have."""
+        return [output.finished.reason.value for output in self.outputs if output.finished]
+
+    def push_token(
+        self, seq_key: int, token_id: int, logprob: TokenLogprob | None, now: float
+    ) -> bool:
+        """Adds a token to an output that has not ended; True if a stop string ended it thereby.
+
+        The caller then cancels the sequence. `now` is on the event loop's clock.
+        """
+        output = self.outputs[seq_key - self.record.first_seq_key]
+        if output.last_token_at is None:
+            if output.index == 0:
+                metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
+        else:
+            metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
+        output.last_token_at = now
+        output.push(token_id, logprob)
+        self._tell(output)
+        return output.finished is not None
+
+    def admit(self, seq_key: int, num_cached_tokens: int) -> None:
+        """Notes how much of the prompt was in the prefix cache when output 0 was first admitted."""
+        if self.num_cached_tokens is None and seq_key == self.record.first_seq_key:
+            self.num_cached_tokens = num_cached_tokens
+
+    def finish(
+        self,
+        seq_key: int,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        error: OutputError | None = None,
+    ) -> None:
+        """Ends an output that has not ended."""
+        output = self.outputs[seq_key - self.record.first_seq_key]
+        if stop_token_id not in self.record.sampling.stop_token_ids:
+            stop_token_id = None  # the model's own end token
+        output.finish(
+            OutputFinished(output.index, reason, stop_token_id=stop_token_id, error=error)
+        )
+        self._tell(output)
+
+    def refuse(self, error: QuireError) -> None:
+        """Ends the request because the scheduler does not take it (again).
+
+        The reader gets the error as such if nothing has happened yet, else as each output's end.
+        """
+        if not self._accepted and not any(output.token_ids for output in self.outputs):
+            self._refusal = error
+            self._news.set()
+            return
+        failure = OutputError(error.code.value[0], str(error), error.retryable)
+        for seq_key in self.live_seq_keys:
+            self.finish(seq_key, FinishReason.ERROR, error=failure)
+
+    def _tell(self, output: LiveOutput) -> None:
+        """Wakes the reader; called after each change of an output."""
+        self._outputs_with_news[output.index] = None
+        self._news.set()
+        if output.finished is not None:
+            metrics.REQUEST_SUCCESS.labels(output.finished.reason.value).inc()
+            if not self.live_seq_keys:
+                took_s = asyncio.get_running_loop().time() - self._submitted_at
+                metrics.E2E_REQUEST_LATENCY.observe(took_s)
+
+    def _expire(self) -> None:
+        self._cancel(seq_keys := self.live_seq_keys)
+        for seq_key in seq_keys:
+            self.finish(seq_key, FinishReason.DEADLINE)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._closed:
+            if self._refusal is not None:
+                self._close()
+                raise self._refusal
+            if (event := self._next_event()) is not None:
+                self._accepted = True
+                return event
+            self._news.clear()
+            await self._news.wait()
+        raise StopAsyncIteration
+
+    def _next_event(self) -> Event | None:
+        while self._outputs_with_news:
+            index = next(iter(self._outputs_with_news))
+            event = self.outputs[index].take()
+            if event is None:
+                del self._outputs_with_news[index]
+                continue
+            if isinstance(event, OutputFinished):
+                self._num_outputs_read += 1
+            return event
+        if self._num_outputs_read < len(self.outputs):
+            return None
+        self._close()
+        return Usage(
+            prompt_tokens=len(self.record.prompt_token_ids),
+            completion_tokens=self.num_completion_tokens,
+            cached_tokens=self.num_cached_tokens or 0,
+        )
+
+    async def aclose(self) -> None:
+        """Cancels what is still live and ends the iteration; may be called again."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._refusal is None and (seq_keys := self.live_seq_keys):
+            self._cancel(seq_keys)
+            for seq_key in seq_keys:
+                self.finish(seq_key, FinishReason.CANCELLED)
+        self._news.set()
+        self._on_closed(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()

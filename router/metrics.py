@@ -1,0 +1,36 @@
+"""What a router can measure, as Prometheus metrics."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+NUM_REQUESTS_LIVE = Gauge(
+    "quire_num_requests_live", "Requests that have been taken and whose reader has not finished."
+)
+REQUEST_SUCCESS = Counter(
+    "quire_request_success", "Outputs that ended, by how.", labelnames=("finished_reason",)
+)
+REQUESTS_REFUSED = Counter(
+    "quire_requests_refused", "Requests that were not taken, by status.", labelnames=("code",)
+)
+PROMPT_TOKENS = Counter("quire_prompt_tokens", "Prompt tokens of the requests submitted.")
+GENERATION_TOKENS = Counter("quire_generation_tokens", "Tokens produced.")
+TIME_TO_FIRST_TOKEN = Histogram(
+    "quire_time_to_first_token_seconds",
+    "From submitting a request to the first token of its first output.",
+    buckets=_SLOW_S,
+)
+INTER_TOKEN_LATENCY = Histogram(
+    "quire_inter_token_latency_seconds",
+    "Between two tokens of one output.",
+    buckets=_FAST_S,
+)
+E2E_REQUEST_LATENCY = Histogram(
+    "quire_e2e_request_latency_seconds",
+    "From taking a request to the end of its last output.",
+    buckets=_SLOW_S,
+)
+SCHEDULER_CONNECTED = Gauge(
+    "quire_scheduler_connected", "1 while the router has a scheduler, else 0."
+)

@@ -1,0 +1,148 @@
+"""Answers one call: opens its requests, and streams or collects their events in a shape."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+
+import structlog
+from aiohttp import web
+
+from router.domain import Event, GenerateRequest, OutputDelta, OutputFinished, Usage
+from router.inference import Inference
+from router.live_request import LiveRequest
+from router.openai.errors import (
+    REQUEST_ID_HEADER,
+    error_from_finished,
+    error_in_words_of,
+    error_json,
+)
+from router.openai.json_text import json_bytes
+from router.openai.merge import merge
+from router.openai.responses import CollectedOutput, Json, Shape, usage_json
+from router.openai.sse import SseResponse
+from rpc.errors import InvalidArgumentError, QuireError
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a client, ready to be answered: one request per prompt, `n` outputs of each.
+
+    Output j of request i is choice `i * n + j`.
+    """
+
+    request_id: str
+    requests: Sequence[GenerateRequest]
+    n: int
+    shape: Shape
+    stream: bool
+    include_usage: bool
+    field_to_json: Mapping[str, str] = field(default_factory=dict)
+    """What the client's JSON calls the fields of a request, where it is not the domain's name."""
+
+
+async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
+    """Answer the call. When this returns, fails or is cancelled, its requests have ended."""
+    try:
+        async with AsyncExitStack() as stack:
+            lives = [
+                await stack.enter_async_context(await inference.generate(request))
+                for request in call.requests
+            ]
+            events = await stack.enter_async_context(aclosing(merge(lives)))
+            if call.stream:
+                return await _stream(http, call, lives[0], events)
+            return await _collect(call, lives[0], events)
+    except InvalidArgumentError as error:
+        raise error_in_words_of(call.field_to_json, error) from error
+
+
+async def _collect(
+    call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
+) -> web.Response:
+    outputs = [CollectedOutput() for _ in range(call.n * len(call.requests))]
+    usages: list[Usage] = []
+    async for i, event in events:
+        match event:
+            case OutputDelta():
+                outputs[i * call.n + event.output_index].add(event)
+            case OutputFinished():
+                if error := error_from_finished(event):
+                    raise error
+                outputs[i * call.n + event.output_index].finished = event
+            case Usage():
+                usages.append(event)
+    choices = []
+    for index, output in enumerate(outputs):
+        assert output.finished is not None, "a request ended without finishing each output"
+        choices.append(call.shape.whole(index, output, output.finished))
+    body = _head(call, live, call.shape.object_name)
+    body |= {"choices": choices, "usage": usage_json(usages)}
+    return web.Response(
+        body=json_bytes(body),
+        content_type="application/json",
+        headers={REQUEST_ID_HEADER: call.request_id},
+    )
+
+
+async def _stream(
+    http: web.Request, call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
+) -> web.StreamResponse:
+    first = await anext(
+        events
+    )  # raises what the scheduler refuses, while a status can still say it
+    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
+    await sse.start()
+    try:
+        await _send_events(sse, call, live, first, events)
+        await sse.send_done()
+    except QuireError as error:  # no [DONE] after it: that would say that the answer is complete
+        await sse.send(error_json(error))
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:
+        log.exception("stream_failed", request_id=call.request_id)
+        await sse.send(error_json(QuireError("internal error")))
+    await sse.end()
+    return sse.response
+
+
+async def _send_events(
+    sse: SseResponse,
+    call: Call,
+    live: LiveRequest,
+    first: tuple[int, Event],
+    events: AsyncIterator[tuple[int, Event]],
+) -> None:
+    head = _head(call, live, call.shape.chunk_object_name)
+    no_usage: Json = {"usage": None} if call.include_usage else {}
+    usages: list[Usage] = []
+
+    async def send(i: int, event: Event) -> None:
+        if isinstance(event, Usage):
+            usages.append(event)
+            return
+        index = i * call.n + event.output_index
+        if isinstance(event, OutputDelta):
+            choice = call.shape.delta(index, event)
+        elif error := error_from_finished(event):
+            raise error
+        else:
+            choice = call.shape.finish(index, event)
+        await sse.send({**head, "choices": [choice], **no_usage})
+
+    await send(*first)
+    async for i, event in events:
+        await send(i, event)
+    if call.include_usage:
+        await sse.send({**head, "choices": [], "usage": usage_json(usages)})
+
+
+def _head(call: Call, live: LiveRequest, object_name: str) -> Json:
+    return {
+        "id": call.shape.id_prefix + call.request_id,
+        "object": object_name,
+        "created": int(live.created),
+        "model": live.model,
+    }

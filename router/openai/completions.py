@@ -1,0 +1,101 @@
+"""POST /v1/completions: the body, and the call that it asks for."""
+
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import PlainValidator
+
+from router.inference import Inference
+from router.openai.answer import Call
+from router.openai.json_text import excerpt
+from router.openai.responses import CompletionShape
+from router.openai.schema import UNIMPLEMENTED, Body, Prompt
+from rpc.errors import InvalidArgumentError, UnimplementedError
+
+MAX_PROMPTS = 1024
+"""Most prompts of one call."""
+
+
+def _parse_prompts(value: object) -> tuple[Prompt, ...]:
+    """The prompts of any of the four shapes: a text, texts, token ids, or lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError(
+            "prompt", f"is {excerpt(value)}; it must be a text, token ids, or a list of either"
+        )
+    if type(value[0]) is int:
+        return (_parse_token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidArgumentError(
+            "prompt", f"holds {len(value)} prompts; one call takes at most {MAX_PROMPTS}"
+        )
+    if isinstance(value[0], list):
+        return tuple(_parse_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value))
+    for i, item in enumerate(value):
+        if not isinstance(item, str):
+            raise InvalidArgumentError(f"prompt[{i}]", f"is {excerpt(item)}; it must be a text")
+    return tuple(value)
+
+
+def _parse_token_ids(value: object, field: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be a list of token ids")
+    if not set(map(type, value)) <= {int}:  # the fast way to say yes to a long list
+        i, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
+        raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a token id")
+    return tuple(value)
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    unimplemented = MappingProxyType(
+        {
+            **UNIMPLEMENTED,
+            "echo": (False,),
+            "suffix": (),
+            "response_format": ({"type": "text"},),
+        }
+    )
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
+    max_tokens: int = 16
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Check what concerns several fields; raises InvalidArgumentError, UnimplementedError."""
+        super().check()
+        if self.best_of is not None and self.best_of != self.n:
+            raise UnimplementedError(
+                f"best_of is {self.best_of}; only one equal to n, which is {self.n}, is supported"
+            )
+
+
+def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
+    """The call that a body asks for; raises QuireError."""
+    body.check()
+    sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
+    is_one = len(body.prompt) == 1
+    requests = [
+        body.to_request(
+            prompt,
+            request_id=request_id if is_one else f"{request_id}-{i}",
+            sampling=sampling,
+            add_special_tokens=body.add_special_tokens,
+        )
+        for i, prompt in enumerate(body.prompt)
+    ]
+    return Call(
+        request_id=request_id,
+        requests=requests,
+        n=body.n,
+        shape=CompletionShape(
+            partial(inference.token_text, body.model), has_logprobs=body.logprobs is not None
+        ),
+        stream=body.stream,
+        include_usage=body.include_usage,
+    )

@@ -1,0 +1,159 @@
+"""The routes of the OpenAI face, and what holds for each of them: ids, trace context, errors."""
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import structlog
+from aiohttp import web
+from opentelemetry import context as otel_context
+from pydantic import ValidationError
+
+from router.inference import Inference
+from router.openai.answer import answer
+from router.openai.chat import ChatBody, chat_call
+from router.openai.completions import CompletionBody, completion_call
+from router.openai.errors import (
+    REQUEST_ID_HEADER,
+    BodyTooLargeError,
+    MethodNotAllowedError,
+    error_from_validation,
+    error_response,
+)
+from router.openai.json_text import excerpt, json_bytes, parse_json
+from router.openai.responses import model_json
+from router.openai.schema import Body
+from rpc import telemetry
+from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
+
+log = structlog.get_logger()
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Room for a million tokens as numbers; parsing it holds the event loop for some 0.1 s."""
+
+_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(slots=True)
+class _CallId:
+    """A call's id: a new one, until the header or the body gives one."""
+
+    value: str
+
+
+HttpHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamResponse]]
+
+
+def routes(
+    inference: Inference, *, max_body_bytes: int = MAX_BODY_BYTES
+) -> list[web.AbstractRouteDef]:
+    """The routes below /v1.
+
+    The runner must be made with `handler_cancellation=True`: a client that disconnects then cancels
+    its handler, and that its requests. Without it a client that waits for an answer in one piece
+    and leaves would be noticed only when the answer is complete.
+    """
+    created = int(time.time())
+
+    async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        body = await _read_body(request, CompletionBody, max_body_bytes)
+        call_id.value = body.request_id or call_id.value
+        return await answer(request, inference, completion_call(inference, body, call_id.value))
+
+    async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        body = await _read_body(request, ChatBody, max_body_bytes)
+        call_id.value = body.request_id or call_id.value
+        return await answer(request, inference, await chat_call(inference, body, call_id.value))
+
+    async def list_models(_: web.Request, __: _CallId) -> web.Response:
+        models = [model_json(model, created) for model in inference.models()]
+        return _json_response({"object": "list", "data": models})
+
+    async def get_model(request: web.Request, _: _CallId) -> web.Response:
+        model_id = request.match_info["id"]
+        for model in inference.models():
+            if model.id == model_id:
+                return _json_response(model_json(model, created))
+        raise NotFoundError(f"model {excerpt(model_id)} is not served")
+
+    async def refuse(request: web.Request, _: _CallId) -> web.Response:
+        if request.path in ("/v1/completions", "/v1/chat/completions", "/v1/models"):
+            raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
+        raise NotFoundError(f"there is no {request.method} {request.path}")
+
+    return [
+        web.post("/v1/completions", _endpoint(create_completion)),
+        web.post("/v1/chat/completions", _endpoint(create_chat)),
+        web.get("/v1/models", _endpoint(list_models)),
+        web.get("/v1/models/{id:.+}", _endpoint(get_model)),  # ids may hold slashes
+        web.route("*", "/v1/{path:.*}", _endpoint(refuse)),
+    ]
+
+
+def _endpoint(handler: CallHandler) -> HttpHandler:
+    """The handler in its trace context, its errors in OpenAI's shape, its call's id returned."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        token = otel_context.attach(telemetry.extract(request.headers.get("traceparent", "")))
+        call_id = _CallId(uuid.uuid4().hex)
+        try:
+            if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
+                call_id.value = _check_request_id(header)
+            response = await handler(request, call_id)
+        except QuireError as error:
+            response = error_response(error)
+        except ConnectionError:  # the client is gone, and nobody reads what is returned
+            response = web.Response()
+        except Exception:
+            log.exception("request_failed", path=request.path, request_id=call_id.value)
+            response = error_response(QuireError("internal error"))
+        finally:
+            otel_context.detach(token)
+        if not response.prepared:
+            response.headers.setdefault(REQUEST_ID_HEADER, call_id.value)
+        return response
+
+    return handle
+
+
+def _check_request_id(request_id: str) -> str:
+    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
+        raise InvalidArgumentError(
+            REQUEST_ID_HEADER,
+            f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",
+        )
+    return request_id
+
+
+async def _read_body(request: web.Request, schema: type[B], max_bytes: int) -> B:
+    """The call's body; raises QuireError."""
+    value = parse_json(await _read_bytes(request, max_bytes))
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise error_from_validation(error) from error
+
+
+async def _read_bytes(request: web.Request, max_bytes: int) -> bytes:
+    declared = request.content_length
+    if declared is not None and declared > max_bytes:
+        raise BodyTooLargeError(f"body is {declared} bytes; it must be at most {max_bytes}")
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > max_bytes:
+                raise BodyTooLargeError(f"body exceeds {max_bytes} bytes")
+    except web.RequestPayloadError as error:
+        raise InvalidArgumentError("body", f"cannot be read: {error}") from error
+    return bytes(body)
+
+
+def _json_response(value: object) -> web.Response:
+    return web.Response(body=json_bytes(value), content_type="application/json")

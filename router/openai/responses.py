@@ -1,0 +1,220 @@
+"""The JSON objects that clients get, for completions and for chat completions.
+
+The two differ only in the shape of a choice; `Shape` is that difference, and everything that
+streams or collects is written once, in `answer.py`. A shape belongs to one call: it remembers, for
+each choice, what its stream has carried so far.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from router.domain import ModelInfo, OutputDelta, OutputFinished, TokenLogprob, Usage
+
+Json: TypeAlias = dict[str, object]
+
+TokenText: TypeAlias = Callable[[int], str]
+"""The text of one token id alone."""
+
+TokenBytes: TypeAlias = Callable[[int], bytes]
+"""What one token id adds to the text, which may be a part of a character."""
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot say."""
+
+
+@dataclass(slots=True)
+class CollectedOutput:
+    """One output, as its events arrive."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finished: OutputFinished | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append what came."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+
+class Shape(Protocol):
+    """How one kind of call shows its choices."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def delta(self, index: int, delta: OutputDelta) -> Json:
+        """The choice of a stream's chunk: new text."""
+
+    def finish(self, index: int, finished: OutputFinished) -> Json:
+        """The choice of a stream's chunk: the end."""
+
+    def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
+        """The choice of an answer in one piece."""
+
+
+class CompletionShape:
+    """Choices of /v1/completions.
+
+    The legacy log-probabilities give each token's offset in the text: here the sum of the lengths
+    of the tokens before it, which is that as long as no token ends within a character.
+    """
+
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def __init__(self, token_text: TokenText, *, has_logprobs: bool) -> None:
+        self._token_text = token_text
+        self._has_logprobs = has_logprobs
+        self._index_to_offset: defaultdict[int, int] = defaultdict(int)
+
+    def delta(self, index: int, delta: OutputDelta) -> Json:
+        """The choice of a stream's chunk: new text."""
+        return {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs(index, delta.token_ids, delta.logprobs),
+            "finish_reason": None,
+        }
+
+    def finish(self, index: int, finished: OutputFinished) -> Json:
+        """The choice of a stream's chunk: the end."""
+        return {"index": index, "text": "", "logprobs": None, **_end(finished)}
+
+    def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
+        """The choice of an answer in one piece."""
+        return {
+            "index": index,
+            "text": "".join(output.texts),
+            "logprobs": self._logprobs(index, output.token_ids, output.logprobs),
+            **_end(finished),
+        }
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> Json | None:
+        if not self._has_logprobs:
+            return None
+        tokens = [self._token_text(token_id) for token_id in token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._index_to_offset[index])
+            self._index_to_offset[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [
+                self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            # Ids of the same text collide in this shape: the likeliest, which comes first, stays.
+            top.setdefault(self._token_text(token_id), _finite(logprob))
+        top.setdefault(token, _finite(entry.logprob))  # OpenAI adds the one that was drawn
+        return top
+
+
+class ChatShape:
+    """Choices of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(
+        self, token_text: TokenText, token_bytes: TokenBytes, *, has_logprobs: bool
+    ) -> None:
+        self._token_text = token_text
+        self._token_bytes = token_bytes
+        self._has_logprobs = has_logprobs
+        self._introduced: set[int] = set()
+
+    def delta(self, index: int, delta: OutputDelta) -> Json:
+        """The choice of a stream's chunk: new text, the first time with the role."""
+        return {
+            "index": index,
+            "delta": {**self._role_once(index), "content": delta.text},
+            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
+            "finish_reason": None,
+        }
+
+    def finish(self, index: int, finished: OutputFinished) -> Json:
+        """The choice of a stream's chunk: the end."""
+        delta = self._role_once(index)
+        return {"index": index, "delta": delta, "logprobs": None, **_end(finished)}
+
+    def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
+        """The choice of an answer in one piece."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(output.texts), "refusal": None},
+            "logprobs": self._logprobs(output.token_ids, output.logprobs),
+            **_end(finished),
+        }
+
+    def _role_once(self, index: int) -> Json:
+        if index in self._introduced:
+            return {}
+        self._introduced.add(index)
+        return {"role": "assistant"}
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if not self._has_logprobs:
+            return None
+        content = [
+            {
+                **self._token(token_id, entry.logprob),
+                "top_logprobs": [self._token(top_id, logprob) for top_id, logprob in entry.top],
+            }
+            for token_id, entry in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._token_bytes(token_id)),
+        }
+
+
+def usage_json(usages: Sequence[Usage]) -> Json:
+    """What the prompts of one call cost together."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }
+
+
+def model_json(model: ModelInfo, created: int) -> Json:
+    """One model; `max_model_len` is not OpenAI's, but clients of vLLM look for it."""
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": created,
+        "owned_by": "quire",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _end(finished: OutputFinished) -> Json:
+    # `stop_reason` is vLLM's: which stop string or stop token it was.
+    stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
+    return {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,175 @@
+"""The fields that both kinds of call share, their types, and which fields are refused.
+
+Which range a field has is checked where every face passes, behind `Inference.generate`. Here a body
+gets its shape: a null counts as unset, an unknown field or a wrong type is an error that names it,
+and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its value asks
+for nothing (`echo: false`).
+
+The only field that is accepted and has no effect is `user`, a label for the provider's records.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from router.domain import GenerateRequest, SamplingParams
+from router.openai.json_text import excerpt
+from rpc.errors import InvalidArgumentError, UnimplementedError
+
+Prompt: TypeAlias = str | tuple[int, ...]
+"""Text, or token ids."""
+
+MAX_TOKEN_ID_DIGITS = 10
+
+
+class Schema(BaseModel):
+    """A JSON object. Strict: no string becomes a number, and true is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    unimplemented: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
+    """Fields that are refused by name, each with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        fields = {}
+        for name, item in value.items():
+            if item is None:
+                continue
+            if name not in cls.unimplemented:
+                fields[name] = item
+            elif not any(_same(item, neutral) for neutral in cls.unimplemented[name]):
+                raise UnimplementedError(f"{name} is {excerpt(item)}; it is not supported")
+        return fields
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral  # 0 does not pass for false
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Schema):
+    """What a stream carries besides the text."""
+
+    unimplemented = MappingProxyType(
+        {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    )
+
+    include_usage: bool = False
+
+
+class Body(Schema):
+    """What both completions and chat completions take."""
+
+    model: str = ""
+    n: int = 1
+    stop: Annotated[list[str], BeforeValidator(_listed)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str = ""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[str, float] = {}
+
+    # Not OpenAI's, but sent by clients of vLLM.
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with what the request cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Check what concerns several fields; raises InvalidArgumentError."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
+
+    def to_request(
+        self, prompt: Prompt, *, request_id: str, sampling: SamplingParams, add_special_tokens: bool
+    ) -> GenerateRequest:
+        """The request for one prompt of the call."""
+        return GenerateRequest(
+            prompt=prompt,
+            model=self.model,
+            request_id=request_id,
+            sampling=sampling,
+            stop=tuple(self.stop),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            add_special_tokens=add_special_tokens,
+            skip_special_tokens=self.skip_special_tokens,
+            n=self.n,
+            cache_salt=self.cache_salt,
+        )
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """How tokens are drawn, given what the two kinds of body say in different words."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's way to say all
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            logit_bias={_parse_token_id(key): bias for key, bias in self.logit_bias.items()},
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+def _parse_token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= MAX_TOKEN_ID_DIGITS):
+        raise InvalidArgumentError(
+            "logit_bias", f"has the key {excerpt(key)}; each key must be a token id"
+        )
+    return int(key)
+
+
+UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "store": (False,),
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "priority": (0,),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+    }
+)
+"""Of both kinds of call: fields that are refused by name, with the values that ask for nothing."""

@@ -1,0 +1,71 @@
+"""What a scheduler tells a router on their stream."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from router.domain import FinishReason, OutputError, TokenLogprob
+from rpc.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerModel:
+    """The model that the scheduler's workers hold; its name is not what clients call it."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def is_same_vocabulary(self, other: "SchedulerModel") -> bool:
+        """Whether tokens of the one mean the same to the other, as far as a router can tell."""
+        return (self.vocab_size, self.eos_token_ids) == (other.vocab_size, other.eos_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The scheduler knows its model: requests may come."""
+
+    epoch: int
+    model: SchedulerModel
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request is not taken; none of its sequences exists."""
+
+    first_seq_key: int
+    error: QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence left the queue."""
+
+    seq_key: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A sequence ended; its last tokens are in the same news."""
+
+    seq_key: int
+    reason: FinishReason
+    stop_token_id: int | None
+    error: OutputError | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """What one step produced for this router's sequences."""
+
+    seq_keys: list[int]
+    token_ids: list[int]
+    """Parallel to `seq_keys`."""
+    logprobs: Mapping[int, TokenLogprob]
+    """By place in `token_ids`."""
+    admissions: tuple[Admission, ...]
+    endings: tuple[Ending, ...]
+
+
+News: TypeAlias = Welcome | StepNews | Refusal

@@ -1,0 +1,149 @@
+"""Messages of the scheduler's contract to domain values and back."""
+
+from typing import Final
+
+import grpc
+
+from quire.v1 import common_pb2, scheduler_pb2
+from router.domain import FinishReason, OutputError
+from router.live_request import LiveRequest
+from router.scheduler_news import (
+    Admission,
+    Ending,
+    News,
+    Refusal,
+    SchedulerModel,
+    StepNews,
+    Welcome,
+)
+from router.wire import logprob_from_proto, sampling_to_proto
+from rpc.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+    UnimplementedError,
+)
+from rpc.packing import pack_int32, unpack_int32, unpack_uint64
+
+_REASON_FROM_PROTO: Final = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+_CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
+    error.code.value[0]: error
+    for error in (
+        AlreadyExistsError,
+        DeadlineExceededError,
+        NotFoundError,
+        UnavailableError,
+        UnimplementedError,
+    )
+}
+
+
+def submit_to_proto(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
+    """Writes a request as it now stands: what its outputs have produced goes with it."""
+    record = live.record
+    so_far = [
+        scheduler_pb2.OutputSoFar(
+            token_ids=pack_int32(output.token_ids), finished=output.finished is not None
+        )
+        for output in live.outputs
+    ]
+    is_new = not any(output.token_ids or output.finished for output in so_far)
+    return scheduler_pb2.ConnectRequest(
+        submit=scheduler_pb2.Submit(
+            request_id=record.request_id,
+            first_seq_key=record.first_seq_key,
+            n=len(live.outputs),
+            prompt_token_ids=pack_int32(record.prompt_token_ids),
+            sampling=sampling_to_proto(record.sampling),
+            cache_salt=record.cache_salt,
+            traceparent=record.traceparent,
+            outputs=[] if is_new else so_far,
+        )
+    )
+
+
+def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
+    """Reads what the scheduler says; raises InvalidArgumentError if it makes no sense."""
+    match message.WhichOneof("message"):
+        case "step":
+            return _step_from_proto(message.step)
+        case "refused":
+            return _refusal_from_proto(message.refused)
+        case "welcome":
+            model = message.welcome.model
+            return Welcome(
+                epoch=message.welcome.epoch,
+                model=SchedulerModel(
+                    max_model_len=model.max_model_len,
+                    vocab_size=model.vocab_size,
+                    eos_token_ids=tuple(model.eos_token_ids),
+                ),
+            )
+        case _:
+            raise InvalidArgumentError("message", "is not set, or is newer than this router")
+
+
+def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
+    # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
+    seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
+    token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
+    if len(seq_keys) != len(token_ids):
+        raise InvalidArgumentError(
+            "step.token_ids", f"has {len(token_ids)} entries; it must have {len(seq_keys)}"
+        )
+    return StepNews(
+        seq_keys=seq_keys,
+        token_ids=token_ids,
+        logprobs={entry.index: logprob_from_proto(entry.logprob) for entry in message.logprobs},
+        admissions=tuple(
+            Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
+        ),
+        endings=tuple(map(_ending_from_proto, message.finished)),
+    )
+
+
+def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
+    # A reason that this router does not know is a failure; it must not be taken for success.
+    reason = _REASON_FROM_PROTO.get(message.finish_reason, FinishReason.ERROR)
+    error: OutputError | None = None
+    if reason is FinishReason.ERROR:
+        error = OutputError(
+            code=message.error.code or grpc.StatusCode.INTERNAL.value[0],
+            message=message.error.message or "the scheduler ended the sequence without saying why",
+            retryable=message.error.retryable,
+        )
+    return Ending(
+        seq_key=message.seq_key,
+        reason=reason,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        error=error,
+    )
+
+
+def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
+    retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else 1.0
+    return Refusal(
+        message.first_seq_key, error_from_code(message.code, message.message, retry_after_s)
+    )
+
+
+def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:
+    """The error that a google.rpc.Code and a message stand for."""
+    if code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+        # The message names the field first; see `InvalidArgumentError`.
+        field, _, problem = message.partition(" ")
+        return InvalidArgumentError(field, problem)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
+        return TooBusyError(message, retry_after_s)
+    return _CODE_TO_ERROR.get(code, QuireError)(message)

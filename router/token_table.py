@@ -1,0 +1,130 @@
+r"""The bytes that each token of a vocabulary adds to a text.
+
+The `decoder` of a `tokenizer.json` says how token strings become text. Those of language models do
+it token by token, except for a space at the very beginning, so that the whole vocabulary can be
+turned into bytes once:
+
+* byte-level (GPT-2, Llama 3, Qwen): each character of the token stands for one byte;
+* SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class LeadingSpace(Enum):
+    """What happens to the space that SentencePiece puts before the first word."""
+
+    KEEP = "keep"
+    STRIP_ONE = "strip one"
+    """The first space of the text goes."""
+    STRIP_FIRST_TOKEN = "strip first token"  # noqa: S105
+    """The first token loses all its spaces."""
+
+    def strip(self, piece: bytes) -> bytes:
+        """The first piece of a text, without the space that does not belong to it."""
+        match self:
+            case LeadingSpace.KEEP:
+                return piece
+            case LeadingSpace.STRIP_ONE:
+                return piece.removeprefix(b" ")
+            case LeadingSpace.STRIP_FIRST_TOKEN:
+                return piece.replace(b" ", b"")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What each token id adds to a text; see `Detokenizer` for how to use it."""
+
+    pieces: list[bytes]
+    """By token id; a special token's piece is its name."""
+    text_pieces: list[bytes]
+    """The same, but special tokens are empty."""
+    leading_space: LeadingSpace
+    max_piece_bytes: int
+    """The longest piece."""
+
+
+def token_table(tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> TokenTable:
+    """Reads the table off a tokenizer; raises ValueError if its decoder is of an unknown kind."""
+    steps = _flatten(json.loads(tokenizer.to_str()).get("decoder"))
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        pieces[token_id] = _piece(token, steps)
+    return TokenTable(
+        pieces=pieces,
+        text_pieces=[b"" if i in special_ids else piece for i, piece in enumerate(pieces)],
+        leading_space=_leading_space(steps),
+        max_piece_bytes=max(map(len, pieces), default=0),
+    )
+
+
+def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        raise ValueError("the tokenizer has no decoder: how its tokens make a text is unknown")
+    if decoder["type"] == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flatten(part)]
+    supported = (
+        decoder["type"] in {"ByteLevel", "ByteFallback", "Fuse", "Metaspace"}
+        or (decoder["type"] == "Replace" and "String" in decoder["pattern"])
+        or (
+            decoder["type"] == "Strip"
+            and (decoder["start"], decoder["stop"], decoder["content"]) == (1, 0, " ")
+        )
+    )
+    if not supported:
+        raise ValueError(
+            f"the tokenizer's decoder has the step {dict(decoder)}; supported are ByteLevel, "
+            "ByteFallback, Fuse, Metaspace, Replace of a string, and Strip of one leading space"
+        )
+    return [decoder]
+
+
+def _leading_space(steps: list[Mapping[str, Any]]) -> LeadingSpace:
+    for step in steps:
+        if step["type"] == "Strip" and step["start"] == 1:
+            return LeadingSpace.STRIP_ONE
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            return LeadingSpace.STRIP_FIRST_TOKEN
+    return LeadingSpace.KEEP
+
+
+def _piece(token: str, steps: list[Mapping[str, Any]]) -> bytes:
+    for step in steps:
+        match step["type"]:
+            case "Replace":
+                token = token.replace(step["pattern"]["String"], step["content"])
+            case "Metaspace":
+                token = token.replace(step["replacement"], " ")
+            case "ByteFallback" if byte := _BYTE_TOKEN.fullmatch(token):
+                return bytes.fromhex(byte[1])
+            case "ByteLevel":
+                return _byte_level_piece(token)
+    return token.encode()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    try:
+        return bytes(map(_CHARACTER_TO_BYTE.__getitem__, token))
+    except KeyError:  # an added token is written as it is
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    # GPT-2's alphabet: printable Latin-1 stands for itself; the other bytes, in order, are the
+    # characters from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_CHARACTER_TO_BYTE = _byte_alphabet()

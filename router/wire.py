@@ -1,0 +1,200 @@
+"""Messages of the public contract to domain values and back."""
+
+from typing import Final
+
+from quire.v1 import common_pb2, inference_pb2
+from router.domain import (
+    Event,
+    FinishReason,
+    GenerateRequest,
+    Load,
+    ModelInfo,
+    OutputDelta,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from rpc.errors import InvalidArgumentError
+
+_FINISH_REASON_TO_PROTO: Final = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def generate_request_from_proto(
+    message: inference_pb2.GenerateRequest, deadline: float | None
+) -> GenerateRequest:
+    """Reads a request; raises InvalidArgumentError if it has no prompt."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt: str | tuple[int, ...] = message.text
+        case "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        case _:
+            raise InvalidArgumentError("prompt", "is not set; text or token_ids must be")
+    return GenerateRequest(
+        prompt=prompt,
+        model=message.model,
+        request_id=message.request_id,
+        sampling=sampling_from_proto(message.sampling),
+        stop=tuple(message.stop),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=(
+            message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        ),
+        n=message.n if message.HasField("n") else 1,
+        cache_salt=message.cache_salt,
+        deadline=deadline,
+    )
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Reads sampling parameters; what is not set has its default."""
+
+    def given(field: str) -> bool:
+        return message.HasField(field)
+
+    return SamplingParams(
+        temperature=message.temperature if given("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if given("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if given("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed if given("seed") else None,
+        logit_bias=dict(message.logit_bias),
+        max_tokens=message.max_tokens if given("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if given("logprobs") else None,
+    )
+
+
+def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Writes sampling parameters."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logit_bias=sampling.logit_bias,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+def event_to_proto(request_id: str, event: Event) -> inference_pb2.GenerateResponse:
+    """Writes one event of a stream."""
+    match event:
+        case OutputDelta():
+            return inference_pb2.GenerateResponse(
+                request_id=request_id,
+                delta=inference_pb2.OutputDelta(
+                    output_index=event.output_index,
+                    token_offset=event.token_offset,
+                    token_ids=event.token_ids,
+                    text=event.text,
+                    logprobs=map(logprob_to_proto, event.logprobs),
+                ),
+            )
+        case OutputFinished():
+            return inference_pb2.GenerateResponse(
+                request_id=request_id, finished=finished_to_proto(event)
+            )
+        case Usage():
+            return inference_pb2.GenerateResponse(
+                request_id=request_id, usage=usage_to_proto(event)
+            )
+
+
+def finished_to_proto(finished: OutputFinished) -> inference_pb2.OutputFinished:
+    """Writes the end of one output."""
+    error = finished.error
+    return inference_pb2.OutputFinished(
+        output_index=finished.output_index,
+        finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
+        stop_string=finished.stop_string,
+        stop_token_id=finished.stop_token_id,
+        error=None
+        if error is None
+        else common_pb2.OutputError(
+            code=error.code, message=error.message, retryable=error.retryable
+        ),
+    )
+
+
+def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
+    """Writes what a request cost."""
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Writes the log-probability of a token."""
+    return common_pb2.TokenLogprob(
+        logprob=logprob.logprob,
+        top_token_ids=[token_id for token_id, _ in logprob.top],
+        top_logprobs=[value for _, value in logprob.top],
+    )
+
+
+def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Reads the log-probability of a token."""
+    return TokenLogprob(
+        message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    )
+
+
+def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
+    """Writes a model."""
+    return common_pb2.ModelInfo(
+        id=model.id,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def load_from_proto(message: common_pb2.Load) -> Load:
+    """Reads a scheduler's load."""
+    return Load(
+        num_requests_running=message.num_requests_running,
+        num_requests_waiting=message.num_requests_waiting,
+        max_num_seqs=message.max_num_seqs,
+        num_blocks=message.num_blocks,
+        num_free_blocks=message.num_free_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        block_size=message.block_size,
+        num_workers=message.num_workers,
+    )
+
+
+def load_to_proto(load: Load) -> common_pb2.Load:
+    """Writes a scheduler's load."""
+    return common_pb2.Load(
+        num_requests_running=load.num_requests_running,
+        num_requests_waiting=load.num_requests_waiting,
+        max_num_seqs=load.max_num_seqs,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        block_size=load.block_size,
+        num_workers=load.num_workers,
+    )

@@ -1,0 +1,67 @@
+"""The client's end of a connection between processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rpc import telemetry
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+
+
+def open_channel(target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> grpc.aio.Channel:
+    """Open a channel to "host:port" or "unix:/path"; it connects at the first call, and again.
+
+    Calls with a single request carry the current trace context. The long-lived streams do not: they
+    outlive any one request, and their messages name the trace of each.
+    """
+    # The stubs know no type for these.
+    interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
+    return grpc.aio.insecure_channel(
+        target,
+        options=[
+            *channel_options(max_message_mb),
+            # A restarted peer should be found again in seconds, not after gRPC's two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+        ],
+        interceptors=interceptors,
+    )
+
+
+def _traced(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    injected = telemetry.inject_metadata()
+    metadata = details.metadata
+    if not injected or (metadata is not None and telemetry.TRACEPARENT in metadata):
+        return details
+    merged = grpc.aio.Metadata(*(metadata or ()), *injected)
+    return grpc.aio.ClientCallDetails(
+        method=details.method,
+        timeout=details.timeout,
+        metadata=merged,
+        credentials=details.credentials,
+        wait_for_ready=details.wait_for_ready,
+    )
+
+
+# gRPC files an interceptor under the first kind of call that it knows: two kinds, two classes.
+class _UnaryUnaryTrace(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        return await continuation(_traced(client_call_details), request)
+
+
+class _UnaryStreamTrace(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_unary_stream(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        return await continuation(_traced(client_call_details), request)

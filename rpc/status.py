@@ -1,0 +1,190 @@
+"""Errors to gRPC status and back, with `google.rpc` details; the interceptor that applies it."""
+
+import contextlib
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from rpc import errors
+
+TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "quire.v1"
+
+_MAX_MESSAGE_BYTES = 1024
+"""It travels three times, percent-encoded once, and peers may take no more than 8 KiB in all."""
+
+_CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
+    error.code: error
+    for error in (
+        errors.UnauthenticatedError,
+        errors.NotFoundError,
+        errors.AlreadyExistsError,
+        errors.UnavailableError,
+        errors.DeadlineExceededError,
+        errors.StaleEpochError,
+        errors.UnimplementedError,
+    )
+}
+
+log = structlog.get_logger()
+
+
+def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, TrailingMetadata]:
+    """Give the code, the message and the trailing metadata that tell a client of `error`.
+
+    Whatever is not a QuireError is a bug: it is logged with its traceback under a fresh id, and the
+    client learns the id only.
+    """
+    if isinstance(error, errors.QuireError):
+        code, message = error.code, _shorten(str(error))
+        details = _details(error)
+    else:
+        error_id = secrets.token_hex(8)
+        log.error("unexpected error", error_id=error_id, exc_info=error)
+        code = grpc.StatusCode.INTERNAL
+        message = f"internal error {error_id}: the service's log has the details"
+        details = [
+            error_details_pb2.ErrorInfo(
+                reason=code.name, domain=ERROR_DOMAIN, metadata={"error_id": error_id}
+            )
+        ]
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
+    """Give the error that a Quire server raised, from what the client of a call caught.
+
+    A status that says nothing of who is to blame (INTERNAL, UNKNOWN, a message too large) becomes a
+    plain, not retryable QuireError.
+    """
+    code, message = error.code(), error.details() or error.code().name
+    bad_request, retry_info = _parse_details(error)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        if bad_request is not None and bad_request.field_violations:
+            violation = bad_request.field_violations[0]
+            return errors.InvalidArgumentError(violation.field, violation.description)
+        return errors.InvalidArgumentError("request", f"is refused: {message}")
+    # Without RetryInfo it is gRPC itself that says so: of a message too large, for one.
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_info is not None:
+        return errors.TooBusyError(message, retry_info.retry_delay.ToTimedelta().total_seconds())
+    return _CODE_TO_ERROR.get(code, errors.QuireError)(message)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns what a handler raises into status, for all four kinds of call.
+
+    Handlers are coroutine functions or asynchronous generator functions. Cancellation passes, and
+    so does a handler's own `context.abort`.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
+            return None
+        if handler.request_streaming and handler.response_streaming:
+            kind, make = "stream_stream", grpc.stream_stream_rpc_method_handler
+        elif handler.request_streaming:
+            kind, make = "stream_unary", grpc.stream_unary_rpc_method_handler
+        elif handler.response_streaming:
+            kind, make = "unary_stream", grpc.unary_stream_rpc_method_handler
+        else:
+            kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
+        return make(
+            _wrap(getattr(handler, kind)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(behavior):
+
+        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async with contextlib.aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - nothing is above
+                await context.abort(*error_to_status(error))
+
+        return generate
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - nothing is above
+            await context.abort(*error_to_status(error))
+
+    return call
+
+
+def _details(error: errors.QuireError) -> list[Any]:
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.code.name,
+            domain=ERROR_DOMAIN,
+            metadata={"retryable": "true" if error.retryable else "false"},
+        )
+    ]
+    if isinstance(error, errors.InvalidArgumentError):
+        bad_request = error_details_pb2.BadRequest()
+        bad_request.field_violations.add(
+            field=_shorten(error.field), description=_shorten(error.problem)
+        )
+        details.append(bad_request)
+    if isinstance(error, errors.TooBusyError):
+        retry_info = error_details_pb2.RetryInfo()
+        retry_info.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(retry_info)
+    return details
+
+
+def _parse_details(
+    error: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
+    bad_request: error_details_pb2.BadRequest | None = None
+    retry_info: error_details_pb2.RetryInfo | None = None
+    metadata: Any = error.trailing_metadata() or ()  # the stubs miss that it iterates over pairs
+    for key, value in metadata:
+        if key != DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        # A peer that is not ours may put anything here; its code and message still count.
+        with contextlib.suppress(DecodeError):
+            for detail in status_pb2.Status.FromString(value).details:
+                bad_request = _unpack(detail, error_details_pb2.BadRequest) or bad_request
+                retry_info = _unpack(detail, error_details_pb2.RetryInfo) or retry_info
+    return bad_request, retry_info
+
+
+def _unpack(detail: AnyProto, kind: type[Any]) -> Any:
+    message = kind()
+    return message if detail.Unpack(message) else None
+
+
+def _shorten(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"

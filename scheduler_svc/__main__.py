@@ -1,0 +1,35 @@
+"""Starts the scheduler: `quire-scheduler` or `python -m scheduler_svc`."""
+
+import structlog
+
+from rpc import logs, telemetry
+from rpc.errors import StaleEpochError
+from rpc.server import run
+from rpc.settings import parse_settings
+from scheduler_svc.app import run_scheduler
+from scheduler_svc.settings import SchedulerSettings
+
+log = structlog.get_logger()
+
+EXIT_STALE_EPOCH = 3
+"""A newer scheduler has taken over: starting again would take over from it."""
+
+
+def main() -> None:
+    """Run until told to stop."""
+    settings = parse_settings(SchedulerSettings, "quire-scheduler")
+    logs.configure(settings.log_level, settings.log_format, "scheduler")
+    telemetry.configure("quire-scheduler", settings)
+    try:
+        run(run_scheduler(settings))
+    except StaleEpochError as error:
+        log.critical(
+            "a newer scheduler has taken over; this one exits",
+            epoch=settings.epoch,
+            reason=str(error),
+        )
+        raise SystemExit(EXIT_STALE_EPOCH) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The scheduler process: the only place that constructs its parts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from rpc.health import Health
+from rpc.server import Addresses, serve
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.engine import Engine
+from scheduler_svc.fleet import Fleet
+from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.server import SchedulerServicer, scheduler_service
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.worker_client import WorkerClientConfig, attach
+
+_MIB = 1024 * 1024
+
+
+async def run_scheduler(
+    settings: SchedulerSettings,
+    *,
+    registry: CollectorRegistry = REGISTRY,
+    on_started: Callable[[Addresses], Awaitable[None]] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`, then drain.
+
+    Raises:
+        StaleEpochError: A newer scheduler has taken over the workers.
+    """
+    stop = stop if stop is not None else asyncio.Event()
+    health = Health()
+    streams = RouterStreams(settings.max_backlog_mb * _MIB)
+    spans = QueueSpans()
+    metrics = SchedulerMetrics(registry)
+    fleet = Fleet(
+        streams=streams,
+        spans=spans,
+        health=health,
+        max_waiting=settings.max_waiting,
+        step_timeout_s=settings.step_timeout_s,
+    )
+    engines = [
+        Engine(
+            target,
+            attach=partial(
+                attach,
+                WorkerClientConfig(
+                    target=target,
+                    epoch=settings.epoch,
+                    scheduler_id=settings.scheduler_id,
+                    step_timeout_s=settings.step_timeout_s,
+                    max_message_mb=settings.max_message_mb,
+                ),
+            ),
+            configure=partial(_configure_core, settings),
+            owner=fleet,
+            streams=streams,
+            spans=spans,
+            metrics=metrics.of(target),
+        )
+        for target in settings.workers
+    ]
+    registry.register(LoadCollector(fleet.loads))
+    health.add_liveness("steps", fleet.describe_stall)
+    servicer = SchedulerServicer(fleet, streams, settings.epoch)
+    reign: asyncio.Task[None] | None = None
+
+    async def start(addresses: Addresses) -> None:
+        # Not before the ports are ours: attaching takes the workers from the scheduler before.
+        nonlocal reign
+        reign = asyncio.create_task(fleet.run(engines), name="engines")
+        reign.add_done_callback(lambda _: stop.set())
+        if on_started is not None:
+            await on_started(addresses)
+
+    try:
+        await serve(
+            settings,
+            health=health,
+            services=[scheduler_service(servicer)],
+            on_started=start,
+            on_drain=fleet.drain,
+            stop=stop,
+        )
+    finally:
+        if reign is not None:
+            reign.cancel()
+            await asyncio.wait([reign])
+    if reign is not None and not reign.cancelled():
+        await reign
+
+
+def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.model.max_model_len,
+        max_waiting=settings.max_waiting,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        watermark=settings.watermark,
+        max_prefill_chunk=settings.max_prefill_chunk,
+    )

@@ -1,0 +1,17 @@
+"""What the core raises: refusals of a request, and broken invariants."""
+
+
+class RequestRefusedError(Exception):
+    """A request that is not accepted; nothing changed."""
+
+
+class QueueFullError(RequestRefusedError):
+    """As many sequences wait as are allowed to; later there may be room."""
+
+
+class RequestTooLongError(RequestRefusedError):
+    """A request that could never finish, whatever else runs."""
+
+
+class BrokenInvariantError(AssertionError):
+    """The core or its caller has a bug; going on could corrupt an output."""

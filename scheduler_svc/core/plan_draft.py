@@ -1,0 +1,48 @@
+"""A step plan while the scheduler fills it in."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """The lists behind the arrays of a `StepPlan`."""
+
+    step_id: StepId
+    now: float
+    num_decodes: int
+    budget: int
+    """Tokens this step may still compute."""
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    appended_rows: list[int] = field(default_factory=list)
+    appended_blocks: list[DeviceBlockId] = field(default_factory=list)
+    copy_src: list[DeviceBlockId] = field(default_factory=list)
+    copy_dst: list[DeviceBlockId] = field(default_factory=list)
+    chunk_rows: list[int] = field(default_factory=list)
+    chunk_lens: list[int] = field(default_factory=list)
+
+    def add_chunk(self, row: int, num_tokens: int) -> None:
+        """Compute `num_tokens` known tokens of `row`, at the cost of the budget."""
+        self.chunk_rows.append(row)
+        self.chunk_lens.append(num_tokens)
+        self.budget -= num_tokens
+
+    def finish(self, released_rows: list[int]) -> StepPlan:
+        """Return the plan."""
+        return StepPlan(
+            step_id=self.step_id,
+            released_rows=np.array(released_rows, np.int32),
+            new_sequences=tuple(self.new_sequences),
+            appended_rows=np.array(self.appended_rows, np.int32),
+            appended_block_ids=np.array(self.appended_blocks, np.int32),
+            copy_src_block_ids=np.array(self.copy_src, np.int32),
+            copy_dst_block_ids=np.array(self.copy_dst, np.int32),
+            chunk_rows=np.array(self.chunk_rows, np.int32),
+            chunk_lens=np.array(self.chunk_lens, np.int32),
+            num_decodes=self.num_decodes,
+            num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens),
+        )

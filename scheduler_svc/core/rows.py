@@ -1,0 +1,78 @@
+"""The running sequences as arrays, by row: what a step's result changes for all of them at once."""
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.plan import Int32Array
+from scheduler_svc.core.sequence import Sequence
+
+
+class Rows:
+    """One row for each running sequence; the same numbers as the worker's.
+
+    A row outlives its sequence until no step in flight names it: its owner is None, results for it
+    are ignored, and it is not free.
+    """
+
+    def __init__(self, max_num_seqs: int, max_len: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._owner: list[Sequence | None] = [None] * max_num_seqs
+        self._free = list(reversed(range(max_num_seqs)))
+        # calloc'd: pages that no sequence reaches are never touched
+        self._tokens = np.zeros((max_num_seqs, max_len), np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)
+        self._alive = np.zeros(max_num_seqs, np.bool_)
+        self._source = np.zeros(max_num_seqs, np.int32)
+        self._seq_key = np.zeros(max_num_seqs, np.uint64)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that `occupy` can give."""
+        return len(self._free)
+
+    def occupy(self, seq: Sequence) -> int:
+        """Give a free row to `seq`, which brings its known tokens; return it."""
+        row = self._free.pop()
+        count = len(seq.token_ids)
+        self._owner[row] = seq
+        self._tokens[row, :count] = seq.token_ids
+        self._num_tokens[row] = count
+        self._source[row] = seq.request.source
+        self._seq_key[row] = seq.seq_key
+        self._alive[row] = True
+        return row
+
+    def abandon(self, row: int) -> None:
+        """End the ownership of a row; it is not free before `give_back`."""
+        self._owner[row] = None
+        self._alive[row] = False
+
+    def give_back(self, row: int) -> None:
+        """Make an abandoned row free."""
+        self._free.append(row)
+
+    def owner(self, row: int) -> Sequence | None:
+        """Return the sequence that owns the row."""
+        return self._owner[row]
+
+    def num_tokens(self, row: int) -> int:
+        """Return the number of known tokens."""
+        return int(self._num_tokens[row])
+
+    def tokens(self, row: int) -> Int32Array:
+        """Return int32[num_tokens], a view of the known tokens."""
+        return self._tokens[row, : self._num_tokens[row]]
+
+    def append(
+        self, rows: Int32Array, token_ids: Int32Array
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
+        """Append one token to each of the distinct `rows` that has an owner.
+
+        Returns:
+            Sources, sequence keys, token ids, and indices into `rows`, of those that have an owner.
+        """
+        index = np.flatnonzero(self._alive[rows]).astype(np.int32)
+        live, tokens = rows[index], token_ids[index]
+        self._tokens[live, self._num_tokens[live]] = tokens
+        self._num_tokens[live] += 1
+        return self._source[live], self._seq_key[live], tokens, index

@@ -1,0 +1,226 @@
+"""The sequences that run: their rows, their block tables, and what is due for them when."""
+
+from bisect import insort
+
+import numpy as np
+
+from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
+from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.request import SeqId
+from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.step_wheel import StepWheel
+from scheduler_svc.core.steps_in_flight import StepsInFlight
+
+
+class RunningSet:
+    """Starts, advances and stops sequences; the one owner of what a running sequence holds."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, rows: Rows, steps: StepsInFlight
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._rows = rows
+        self._steps = steps
+        self._seqs: dict[SeqId, Sequence] = {}
+        self._prefilling: list[Sequence] = []  # by order
+        self._num_decoding = 0
+        self._needs_block = StepWheel()
+        self._ends = StepWheel()
+        self._released_rows: list[int] = []  # the worker does not know yet
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences that compute one token each in the next step."""
+        return self._num_decoding
+
+    @property
+    def prefilling(self) -> tuple[Sequence, ...]:
+        """Sequences with known tokens to compute, by order."""
+        return tuple(self._prefilling)
+
+    @property
+    def has_released_rows(self) -> bool:
+        """Whether there are rows that the worker must be told are gone."""
+        return bool(self._released_rows)
+
+    def num_blocks_due(self, step: StepId) -> int:
+        """Return how many blocks the decoding sequences need at `step`."""
+        return self._needs_block.num_due(step)
+
+    def last_in_order(self) -> Sequence:
+        """Return the running sequence that came last."""
+        return max(self._seqs.values(), key=lambda seq: seq.order)
+
+    def start(
+        self,
+        seq: Sequence,
+        shared: list[DeviceBlockId],
+        num_new_blocks: int,
+        num_computed_tokens: int,
+    ) -> None:
+        """Give a sequence a row and a block table, and put it among those with tokens to compute.
+
+        Args:
+            seq: Holds nothing yet.
+            shared: Full blocks that its table begins with, of which it becomes a holder.
+            num_new_blocks: Blocks of its own after them; as many are free, besides `shared`.
+            num_computed_tokens: Its first tokens, whose KV is, or will be, in these blocks.
+        """
+        seq.move(SeqStatus.PREFILL)
+        self._pool.share(shared)
+        seq.block_ids = shared + self._pool.allocate(num_new_blocks)
+        seq.num_published_blocks = len(shared)
+        seq.num_computed_tokens = num_computed_tokens
+        seq.row = self._rows.occupy(seq)
+        seq.announced = False
+        self._seqs[seq.seq_id] = seq
+        insort(self._prefilling, seq, key=lambda other: other.order)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Start `child` with the parent's prompt, of which it computes only the last token again.
+
+        That token's slot, and those after it in its block, are the child's own to write: it starts
+        with a copy of that block, made in the first step that computes for it.
+        """
+        num_computed = child.num_prompt_tokens - 1
+        num_shared, offset = divmod(num_computed, self._config.block_size)
+        child.block_hashes = parent.block_hashes[:num_shared]
+        if offset:
+            child.copy_from = parent.block_ids[num_shared]
+            self._pool.share([child.copy_from])
+        self.start(child, parent.block_ids[:num_shared], 1, num_computed)
+
+    def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
+        """Compute as many of its known tokens as the step has room for.
+
+        Returns:
+            Whether these were the last: then the step samples a token, and it decodes from now on.
+        """
+        assert seq.row is not None
+        if not seq.announced:
+            self._announce(seq, draft)
+        num_known = len(seq.token_ids)
+        limit = self._config.max_prefill_chunk or draft.budget
+        chunk = min(num_known - seq.num_computed_tokens, draft.budget, limit)
+        draft.add_chunk(seq.row, chunk)
+        seq.num_computed_tokens += chunk
+        # Found from now on: whoever finds it computes in this step or a later one, and in each
+        # layer a step stores all its KV before it reads any.
+        self._publish(seq, seq.num_computed_tokens)
+        if seq.num_computed_tokens < num_known:
+            return False
+        self._prefilling.remove(seq)
+        self._start_decoding(seq, draft.step_id)
+        return True
+
+    def grow_tables(self, draft: PlanDraft) -> None:
+        """Give a block to each sequence that crosses a block border in this step."""
+        block_size = self._config.block_size
+        due = self._needs_block.pop(draft.step_id)
+        draft.appended_blocks = self._pool.allocate(len(due))
+        for seq, block in zip(due, draft.appended_blocks, strict=True):
+            assert seq.row is not None
+            draft.appended_rows.append(seq.row)
+            # The last token of the full block is the input of the step before this one, so it was
+            # sampled by a step that is answered.
+            self._publish(seq, len(seq.block_ids) * block_size)
+            seq.block_ids.append(block)
+            self._file_next_block(seq, StepId(draft.step_id + block_size))
+
+    def send(self, draft: PlanDraft) -> StepPlan:
+        """Complete a plan and note that it goes out."""
+        self._steps.send(draft.step_id)
+        self._steps.hold(draft.copy_src)
+        self._num_decoding -= self._ends.num_due(draft.step_id)
+        released, self._released_rows = self._released_rows, []
+        return draft.finish(released)
+
+    def pop_ended(self, step: StepId) -> list[Sequence]:
+        """Take out the sequences whose last token `step` sampled; they still run."""
+        return self._ends.pop(step)
+
+    def stop(self, seq: Sequence) -> None:
+        """Take row and blocks from a running sequence; its status is the caller's to change."""
+        assert seq.row is not None
+        del self._seqs[seq.seq_id]
+        if seq.status is SeqStatus.DECODE:
+            assert seq.last_step is not None
+            self._publish(seq, self._rows.num_tokens(seq.row) - 1)
+            self._num_decoding -= seq.last_step > self._steps.last
+            self._ends.discard(seq.last_step, seq)
+            if seq.next_block_step is not None:
+                self._needs_block.discard(seq.next_block_step, seq)
+        else:
+            self._prefilling.remove(seq)
+        held = seq.block_ids if seq.copy_from is None else [*seq.block_ids, seq.copy_from]
+        if seq.announced:
+            self._released_rows.append(seq.row)
+        self._rows.abandon(seq.row)
+        self._steps.hold(held, seq.row)
+        seq.block_ids, seq.row, seq.copy_from = [], None, None
+
+    def distrust(self, seq: Sequence) -> None:
+        """Let nobody find the blocks of a running sequence whose KV is broken."""
+        self._pool.forget(seq.block_ids)
+        seq.num_published_blocks = len(seq.block_ids)
+
+    def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
+        """Tell the worker all about a sequence."""
+        assert seq.row is not None
+        seq.announced = True
+        draft.new_sequences.append(
+            NewSequence(
+                seq_id=seq.seq_id,
+                row=seq.row,
+                token_ids=seq.token_ids,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                num_computed_tokens=seq.num_computed_tokens,
+                block_ids=np.array(seq.block_ids, np.int32),
+                sampling=seq.request.sampling,
+                output_index=seq.output_index,
+                max_total_tokens=seq.max_total_tokens,
+                traceparent=seq.request.traceparent,
+            )
+        )
+        if seq.copy_from is not None:
+            draft.copy_src.append(seq.copy_from)
+            draft.copy_dst.append(seq.block_ids[-1])
+            seq.copy_from = None
+
+    def _start_decoding(self, seq: Sequence, step: StepId) -> None:
+        """File a sequence, whose last known token `step` computes, under what is due when."""
+        num_known = len(seq.token_ids)
+        seq.move(SeqStatus.DECODE)
+        seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
+        self._ends.add(seq.last_step, seq)
+        self._num_decoding += 1
+        # Step `step + i` computes position `num_known + i - 1`.
+        num_slots = len(seq.block_ids) * self._config.block_size
+        self._file_next_block(seq, StepId(step + 1 + num_slots - num_known))
+
+    def _file_next_block(self, seq: Sequence, step: StepId) -> None:
+        assert seq.last_step is not None
+        seq.next_block_step = step if step <= seq.last_step else None
+        if seq.next_block_step is not None:
+            self._needs_block.add(step, seq)
+
+    def _publish(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Make the full blocks among the first `num_computed_tokens` findable."""
+        first, end = seq.num_published_blocks, num_computed_tokens // self._config.block_size
+        if first >= end or not self._config.enable_prefix_caching:
+            return
+        assert seq.row is not None
+        tokens = self._rows.tokens(seq.row)[: end * self._config.block_size]
+        root = root_hash(seq.request.cache_salt)
+        extend_chain(seq.block_hashes, root, tokens, self._config.block_size)
+        for index in range(first, end):
+            self._pool.publish(seq.block_ids[index], seq.block_hashes[index])
+        seq.num_published_blocks = end

@@ -1,0 +1,340 @@
+"""Decides, for one worker, what each step computes, and keeps the block space true to it.
+
+The caller is one task. It asks for plans (`schedule`) while fewer than `MAX_STEPS_IN_FLIGHT` are
+unanswered, has them executed in order, and reports each result (`update`) in that order. A plan may
+be made before the result of the one before it is known, because a decode step needs only *that*
+there is a next token, not which.
+
+A step costs what changed in it. A decoding sequence is touched when it starts, when it crosses a
+block border and when it ends; in between it is one element of an array.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
+from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqId, SourceId
+from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.running import RunningSet
+from scheduler_svc.core.sequence import RUNNING, SeqStatus, Sequence
+from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.waiting_queue import WaitingQueue
+
+MAX_STEPS_IN_FLIGHT = 2
+
+
+class Scheduler:
+    """The sequences and blocks of one worker."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.max_request_len = min(config.max_model_len, config.num_blocks * config.block_size)
+        """Most tokens of one sequence: so many that it can always finish when it runs alone."""
+        self._pool = BlockPool(config.num_blocks)
+        self._rows = Rows(config.max_num_seqs, self.max_request_len)
+        self._steps = StepsInFlight(self._pool, self._rows)
+        self._running = RunningSet(config, self._pool, self._rows, self._steps)
+        self._waiting = WaitingQueue()
+        self._num_siblings = 0
+        self._live: dict[SourceId, dict[int, Sequence]] = {}
+        self._admitted: list[Admitted] = []  # their sources have not heard of it yet
+
+        self._num_seqs_created = 0
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue the sequences of a request.
+
+        Raises:
+            RequestTooLongError: No sequence of it could ever finish.
+            QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
+        """
+        self._check_length(request)
+        num_waiting = len(self._waiting) + self._num_siblings
+        if not request.outputs and num_waiting + request.n > self.config.max_waiting:
+            raise QueueFullError(
+                f"the queue is full: {num_waiting} sequences wait, and this request has "
+                f"{request.n} more; the limit is {self.config.max_waiting}"
+            )
+        leader: Sequence | None = None
+        for index in range(request.n):
+            if request.outputs and request.outputs[index].finished:
+                continue
+            seq = self._create(request, index, now)
+            self._live.setdefault(request.source, {})[seq.seq_key] = seq
+            # Resubmitted sequences have diverged; what they share, the prefix cache finds.
+            if request.outputs or leader is None:
+                leader = seq
+                self._waiting.push(seq)
+            else:
+                seq.move(SeqStatus.SIBLING)
+                leader.siblings.append(seq)
+                self._num_siblings += 1
+
+    def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
+        """End sequences early; keys that are not live are ignored.
+
+        Returns:
+            The end of each that was live. Nothing more is heard of them.
+        """
+        live = self._live.get(source, {})
+        seqs = [live[key] for key in seq_keys if key in live]
+        return tuple(self._finish(seq, FinishReason.CANCELLED) for seq in seqs)
+
+    def cancel_source(self, source: SourceId) -> None:
+        """End all sequences of a source that is no longer there to hear of it."""
+        for seq in list(self._live.get(source, {}).values()):
+            self._finish(seq, FinishReason.CANCELLED)
+
+    def drain(self) -> tuple[Request, ...]:
+        """Return every live request so that another core can take it up; the worker is lost.
+
+        Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
+        """
+        by_request: dict[int, list[Sequence]] = {}
+        for live in self._live.values():
+            for seq in live.values():
+                by_request.setdefault(id(seq.request), []).append(seq)
+        groups = sorted(by_request.values(), key=lambda seqs: min(seq.order for seq in seqs))
+        return tuple(self._resubmittable(seqs) for seqs in groups)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Plans whose results have not been reported."""
+        return len(self._steps)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step.
+
+        Returns:
+            The plan, which must be executed; or None if there is nothing to do, or if only the
+            result of a step in flight can tell.
+        """
+        step = StepId(self._steps.last + 1)
+        if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
+            return None
+        num_preemptions = self._num_preemptions
+        if not self._make_room(step):
+            return None
+        num_decodes = self._running.num_decoding
+        draft = PlanDraft(step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes)
+        self._running.grow_tables(draft)
+        for seq in self._running.prefilling:
+            if draft.budget == 0:
+                break
+            self._compute_chunk(seq, draft)
+        if self._num_preemptions == num_preemptions:  # else there is no room, or barely
+            self._admit(draft)
+        if draft.num_decodes or draft.chunk_rows or self._running.has_released_rows:
+            return self._running.send(draft)
+        return None
+
+    def update(self, outcome: StepOutcome) -> News:
+        """Apply the result of the oldest step in flight.
+
+        Raises:
+            BrokenInvariantError: It is the result of another step.
+        """
+        self._steps.answer(outcome.step_id)
+        sources, seq_keys, token_ids, index = self._rows.append(
+            outcome.sampled_rows, outcome.sampled_token_ids
+        )
+        finished = []
+        for row in outcome.stopped_rows:
+            if (seq := self._rows.owner(row)) is not None:
+                stop_token_id = int(self._rows.tokens(row)[-1])
+                finished.append(self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id))
+        for row in outcome.failed_rows:
+            if (seq := self._rows.owner(row)) is not None:
+                self._running.distrust(seq)
+                position = self._rows.num_tokens(row)
+                error = f"the model's logits for position {position} are not finite"
+                finished.append(self._finish(seq, FinishReason.ERROR, error=error))
+        ended = self._running.pop_ended(outcome.step_id)
+        finished += [self._finish(seq, FinishReason.LENGTH) for seq in ended]
+        admitted, self._admitted = tuple(self._admitted), []
+        return News(sources, seq_keys, token_ids, index, admitted, tuple(finished))
+
+    def load(self) -> SchedulerLoad:
+        """Return a snapshot."""
+        return SchedulerLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + self._num_siblings,
+            max_num_seqs=self.config.max_num_seqs,
+            num_blocks=self.config.num_blocks,
+            num_free_blocks=self._pool.num_free - self._pool.num_cached,
+            num_cached_blocks=self._pool.num_cached,
+            block_size=self.config.block_size,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_steps=self._steps.last,
+        )
+
+    # --- parts of a step ------------------------------------------------------------------------
+
+    def _make_room(self, step: StepId) -> bool:
+        """Preempt until every decoding sequence can have the block it needs at `step`.
+
+        Returns:
+            False if blocks are on their way to being free, and must be waited for.
+        """
+        while self._running.num_blocks_due(step) > self._pool.num_free:
+            if self._steps.hold_blocks:
+                return False
+            self._preempt(self._running.last_in_order())
+        return True
+
+    def _admit(self, draft: PlanDraft) -> None:
+        """Let waiting sequences run, in order, as long as there are tokens, rows and blocks."""
+        block_size = self.config.block_size
+        while draft.budget and self._rows.num_free and (seq := self._waiting.peek()) is not None:
+            num_tokens = len(seq.token_ids)
+            found = []
+            if self.config.enable_prefix_caching:
+                root = root_hash(seq.request.cache_salt)
+                extend_chain(seq.block_hashes, root, seq.token_ids, block_size)
+                # at least one token is left to compute: its logits are needed
+                found = self._pool.find(seq.block_hashes[: (num_tokens - 1) // block_size])
+            num_new = -(-num_tokens // block_size) - len(found)
+            num_cached = sum(self._pool.ref_count(block) == 0 for block in found)
+            if not self._has_room(num_new + num_cached):
+                return
+            self._waiting.remove(seq)
+            num_computed = len(found) * block_size
+            self._running.start(seq, found, num_new, num_computed)
+            self._prefix_cache_queries += num_tokens
+            self._prefix_cache_hits += num_computed
+            self._tell_admitted(seq, num_computed, draft.now)
+            self._compute_chunk(seq, draft)
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether a sequence may start that takes so many of the free blocks.
+
+        Some are left for the running sequences to grow into, or it would soon be preempted again.
+        """
+        reserve = int(self.config.watermark * self.config.num_blocks) if self._running else 0
+        return num_blocks + reserve <= self._pool.num_free
+
+    def _compute_chunk(self, seq: Sequence, draft: PlanDraft) -> None:
+        if self._running.compute_chunk(seq, draft):
+            self._start_siblings(seq, draft.now)
+
+    def _start_siblings(self, leader: Sequence, now: float) -> None:
+        """Let the siblings fork; one that finds no row or block waits, like any other sequence."""
+        for seq in leader.siblings:
+            self._num_siblings -= 1
+            if self._rows.num_free and self._has_room(1):
+                self._running.fork(leader, seq)
+                self._tell_admitted(seq, 0, now)
+            else:
+                seq.move(SeqStatus.WAITING)
+                self._waiting.push(seq)
+        leader.siblings = []
+
+    def _tell_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
+        """Let the source know, the first time, that a sequence runs."""
+        if not seq.was_admitted:
+            seq.was_admitted = True
+            self._admitted.append(
+                Admitted(seq.request.source, seq.seq_key, num_cached_tokens, now - seq.arrived)
+            )
+
+    # --- lives of sequences ---------------------------------------------------------------------
+
+    def _check_length(self, request: Request) -> None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens + request.max_tokens > self.max_request_len:
+            raise RequestTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+                f"{request.max_tokens}; together they may be {self.max_request_len}"
+            )
+        for index, output in enumerate(request.outputs):
+            if not output.finished and len(output.token_ids) >= request.max_tokens:
+                raise RequestTooLongError(
+                    f"output {index} has {len(output.token_ids)} tokens and is not finished; "
+                    f"max_tokens is {request.max_tokens}"
+                )
+
+    def _create(self, request: Request, index: int, now: float) -> Sequence:
+        self._num_seqs_created += 1
+        known = request.prompt_token_ids
+        if request.outputs:
+            known = np.concatenate([known, request.outputs[index].token_ids])
+        return Sequence(
+            seq_id=SeqId(self._num_seqs_created),
+            request=request,
+            output_index=index,
+            arrived=now,
+            token_ids=known,
+            max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            was_admitted=bool(request.outputs),
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it waits, and will compute its known tokens again."""
+        assert seq.row is not None
+        seq.token_ids = self._rows.tokens(seq.row).copy()
+        self._running.stop(seq)
+        seq.move(SeqStatus.WAITING)
+        self._waiting.push(seq)
+        self._num_preemptions += 1
+
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> Finished:
+        """End a sequence, whatever it is doing."""
+        if seq.status in RUNNING:
+            self._running.stop(seq)
+        elif seq.status is SeqStatus.WAITING:
+            self._waiting.remove(seq)
+        else:
+            self._num_siblings -= 1
+            self._leader_of(seq).siblings.remove(seq)
+        seq.move(SeqStatus.FINISHED)
+        if seq.siblings:
+            self._promote_sibling(seq)
+        source, key = seq.request.source, seq.seq_key
+        del self._live[source][key]
+        if not self._live[source]:
+            del self._live[source]
+        return Finished(source, key, reason, stop_token_id, error)
+
+    def _promote_sibling(self, leader: Sequence) -> None:
+        """Let the first sibling compute the prompt that `leader` will not."""
+        seq, *seq.siblings = leader.siblings
+        leader.siblings = []
+        self._num_siblings -= 1
+        seq.move(SeqStatus.WAITING)
+        self._waiting.push(seq)
+
+    def _leader_of(self, sibling: Sequence) -> Sequence:
+        live = self._live[sibling.request.source].values()
+        return next(seq for seq in live if sibling in seq.siblings)
+
+    def _resubmittable(self, seqs: list[Sequence]) -> Request:
+        request = seqs[0].request
+        outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
+        for seq in seqs:
+            known = seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()
+            new = known[len(request.prompt_token_ids) :]
+            outputs[seq.output_index] = OutputSoFar(new, finished=False)
+        return replace(request, outputs=tuple(outputs))

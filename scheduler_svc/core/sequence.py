@@ -1,0 +1,102 @@
+"""One token stream with its own block table, and the states it goes through."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.block_hash import BlockHash
+from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.request import Request, SeqId, SeqKey
+
+
+class SeqStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """In the queue; holds no block and no row."""
+    SIBLING = "sibling"
+    """Waits for the sequence that computes its request's prompt, to fork from it."""
+    PREFILL = "prefill"
+    """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
+    DECODE = "decode"
+    """Running: gains one token in every step."""
+    FINISHED = "finished"
+    """Ended; what it held is free as soon as no step in flight can touch it."""
+
+
+_TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
+    SeqStatus.WAITING: frozenset({SeqStatus.PREFILL, SeqStatus.SIBLING, SeqStatus.FINISHED}),
+    SeqStatus.SIBLING: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
+    SeqStatus.PREFILL: frozenset({SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED}),
+    SeqStatus.DECODE: frozenset({SeqStatus.WAITING, SeqStatus.FINISHED}),
+    SeqStatus.FINISHED: frozenset(),
+}
+
+RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
+"""The states in which a sequence holds a row and device blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sequence. Only the scheduler changes it."""
+
+    seq_id: SeqId
+    request: Request
+    output_index: int
+    arrived: float
+    """When its request was submitted, in the caller's seconds."""
+    token_ids: npt.NDArray[np.int32]
+    """Its known tokens, while it does not run. A running one's are in its row (`Rows`)."""
+    max_total_tokens: int
+    """The length at which it ends."""
+    status: SeqStatus = SeqStatus.WAITING
+    was_admitted: bool = False
+    """Whether it has left the queue before, and its source heard of it."""
+    row: int | None = None
+    block_ids: list[DeviceBlockId] = field(default_factory=list)
+    """Its block table. Append-only while it runs."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of its first full blocks, as far as they were needed; empty without prefix cache."""
+    num_published_blocks: int = 0
+    """How many of its first blocks have been published, or were found."""
+    num_computed_tokens: int = 0
+    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done."""
+    announced: bool = False
+    """Whether the worker has heard of it since it got its row."""
+    copy_from: DeviceBlockId | None = None
+    """Until announced: the block that its last one starts as a copy of; it holds a reference."""
+    next_block_step: StepId | None = None
+    """In DECODE: the step at which its table must grow; None: not before it ends."""
+    last_step: StepId | None = None
+    """In DECODE: the step that samples its last token, unless a stop token comes first."""
+    siblings: list["Sequence"] = field(default_factory=list)
+    """Sequences of its request that fork from it when its prompt is computed."""
+
+    @property
+    def seq_key(self) -> SeqKey:
+        """Its name at its source."""
+        return SeqKey(self.request.first_seq_key + self.output_index)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[float, SeqId]:
+        """First come, first served: smaller is earlier. Kept through preemption."""
+        return (self.arrived, self.seq_id)
+
+    def move(self, status: SeqStatus) -> None:
+        """Change the status.
+
+        Raises:
+            BrokenInvariantError: The life of a sequence has no such transition.
+        """
+        if status not in _TRANSITIONS[self.status]:
+            raise BrokenInvariantError(f"sequence {self.seq_id}: {self.status} to {status}")
+        self.status = status

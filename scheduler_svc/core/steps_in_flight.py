@@ -1,0 +1,77 @@
+"""The steps that were sent and not answered, and what they may still touch.
+
+When a sequence ends, steps that were sent before may still write its blocks and name its row. Its
+references pass to the last of those steps, and are dropped when that step is acknowledged.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.rows import Rows
+
+
+class StepsInFlight:
+    """Steps in the order sent; references to blocks, and abandoned rows, that they hold."""
+
+    def __init__(self, pool: BlockPool, rows: Rows) -> None:
+        self.last = StepId(0)
+        """The last step sent."""
+        self._pool = pool
+        self._rows = rows
+        self._unanswered: deque[StepId] = deque()
+        self._held: deque[tuple[StepId, Sequence[DeviceBlockId], int | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._unanswered)
+
+    @property
+    def held_blocks(self) -> list[DeviceBlockId]:
+        """The blocks held, each as often as it is held."""
+        return [block for _, blocks, _ in self._held for block in blocks]
+
+    @property
+    def held_rows(self) -> list[int]:
+        """The rows held."""
+        return [row for _, _, row in self._held if row is not None]
+
+    @property
+    def hold_blocks(self) -> bool:
+        """Whether an answer may make blocks free."""
+        return bool(self._held)
+
+    def send(self, step: StepId) -> None:
+        """Note that `step` goes out."""
+        self.last = step
+        self._unanswered.append(step)
+
+    def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
+        """Take over one reference to each of `blocks`, and `row`.
+
+        They become free when nothing in flight can touch them, which may be at once.
+        """
+        self._held.append((self.last, blocks, row))
+        if not self._unanswered:
+            self._release(self.last)
+
+    def answer(self, step: StepId) -> None:
+        """Note that the result of the oldest step is here; free what no later one can touch.
+
+        Raises:
+            BrokenInvariantError: `step` is not the oldest.
+        """
+        if not self._unanswered or step != self._unanswered[0]:
+            raise BrokenInvariantError(
+                f"result of step {step}; in flight: {list(self._unanswered)}"
+            )
+        self._unanswered.popleft()
+        self._release(step)
+
+    def _release(self, step: StepId) -> None:
+        while self._held and self._held[0][0] <= step:
+            _, blocks, row = self._held.popleft()
+            self._pool.drop(blocks)
+            if row is not None:
+                self._rows.give_back(row)

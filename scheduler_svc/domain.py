@@ -1,0 +1,59 @@
+"""What the scheduler's shell speaks about, beyond what its core decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that the workers hold, with the limits that requests are checked against."""
+
+    id: str
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it is attached."""
+
+    worker_id: str
+    device: str
+    model: ModelInfo
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubmitRequest:
+    """A request that an engine is to take on."""
+
+    request: Request
+    was_accepted: bool = False
+    """Whether it was live before, so that it can no longer be refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSequences:
+    """Sequences that their source wants to end early; unknown ones are ignored."""
+
+    source: SourceId
+    seq_keys: Sequence[SeqKey]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSource:
+    """A router's stream ended: all its sequences go, and nobody is told."""
+
+    source: SourceId
+
+
+Command: TypeAlias = SubmitRequest | CancelSequences | DropSource
+"""What an engine is asked to do between two steps."""

@@ -1,0 +1,233 @@
+"""All workers as one scheduler: places requests, takes back a lost worker's, drains."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+
+from rpc.errors import QuireError, TooBusyError, UnavailableError
+from rpc.health import Health
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.domain import (
+    CancelSequences,
+    Command,
+    DropSource,
+    ModelInfo,
+    SubmitRequest,
+    WorkerInfo,
+)
+from scheduler_svc.engine import Engine
+from scheduler_svc.holding import HeldRequests, num_live_seqs
+from scheduler_svc.placement import least_loaded
+from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.wire.router import finished_to_proto
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    """The engines of all workers. A router sees neither how many there are nor which are lost."""
+
+    def __init__(
+        self,
+        *,
+        streams: RouterStreams,
+        spans: QueueSpans,
+        health: Health,
+        max_waiting: int,
+        step_timeout_s: float,
+    ) -> None:
+        self._streams = streams
+        self._spans = spans
+        self._health = health
+        self._max_waiting = max_waiting
+        self._step_timeout_s = step_timeout_s
+        self._engines: tuple[Engine, ...] = ()
+        self._held = HeldRequests()
+        self._model: ModelInfo | None = None
+        self._attached = asyncio.Event()
+        self._progressed = asyncio.Event()
+        self._is_draining = False
+        self._has_failed = False
+
+    # --- for the routers ------------------------------------------------------------------------
+
+    async def model(self) -> ModelInfo:
+        """Wait until a worker is attached.
+
+        Returns:
+            The model, its length the least of the workers'.
+        """
+        while not (models := [m for m in (e.model() for e in self._engines) if m is not None]):
+            self._attached.clear()
+            await self._attached.wait()
+        return min(models, key=lambda model: model.max_model_len)
+
+    def submit(self, request: Request) -> None:
+        """Take on a request. An engine may still refuse it, and tells its source.
+
+        Raises:
+            TooBusyError: As many sequences wait as are allowed to.
+            UnavailableError: The scheduler drains.
+        """
+        if self._is_draining:
+            raise UnavailableError("the scheduler is draining and takes no new requests")
+        self._place(SubmitRequest(request))
+
+    def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
+        """End sequences early, wherever they are."""
+        self._post_to_all(CancelSequences(source, seq_keys))
+        finished = self._held.cancel(source, seq_keys)
+        self._streams.deliver(finished_to_proto(finished))
+        self.progressed()
+
+    def drop_source(self, source: SourceId) -> None:
+        """End all sequences of a source that is gone."""
+        self._post_to_all(DropSource(source))
+        self._held.drop_source(source)
+        self._spans.drop_source(source)
+        self.progressed()
+
+    # --- for operators --------------------------------------------------------------------------
+
+    def loads(self) -> Mapping[str, SchedulerLoad | None]:
+        """Snapshot each worker's core; None: not attached."""
+        return {engine.target: engine.load() for engine in self._engines}
+
+    @property
+    def num_held_seqs(self) -> int:
+        """Sequences that wait for a worker to be attached."""
+        return self._held.num_seqs
+
+    def describe_stall(self) -> str | None:
+        """Say which step takes longer than any may; None: all is well."""
+        for engine in self._engines:
+            age_s = engine.oldest_step_age_s()
+            if age_s > self._step_timeout_s:
+                return f"worker {engine.target}: a step has been in flight for {age_s:.0f} s"
+        return None
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self, engines: Sequence[Engine]) -> None:
+        """Run the engines, which have this fleet as owner, until cancelled.
+
+        Raises:
+            StaleEpochError: A newer scheduler has taken over.
+            BrokenInvariantError: An engine has a bug.
+        """
+        self._engines = tuple(engines)
+        self._show_health()
+        tasks = [asyncio.create_task(engine.run(), name=engine.target) for engine in engines]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            self._has_failed = True
+            self.progressed()
+            failed = done.pop()
+            log.critical(
+                "an engine has failed", worker=failed.get_name(), exc_info=failed.exception()
+            )
+            await failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Refuse new requests, wait for the live ones, and end the routers' streams."""
+        self._is_draining = True
+        try:
+            while self._num_live_seqs() and not self._has_failed:
+                self._progressed.clear()
+                await self._progressed.wait()
+        finally:
+            self._streams.end_all(UnavailableError("the scheduler is shutting down"))
+
+    # --- for the engines (EngineOwner) ----------------------------------------------------------
+
+    def accept(self, engine: Engine, info: WorkerInfo) -> None:
+        """Check that a worker has the model that the routers were told of."""
+        model = replace(info.model, max_model_len=0)  # that alone may differ
+        if self._model is None:
+            self._model = model
+        if model != self._model:
+            raise UnavailableError(
+                f"worker {engine.target} holds model {model.id!r} (vocab_size {model.vocab_size}); "
+                f"this scheduler serves {self._model.id!r} (vocab_size {self._model.vocab_size})"
+            )
+
+    def attached(self, engine: Engine) -> None:  # noqa: ARG002
+        """Place what was held."""
+        self._attached.set()
+        self._show_health()
+        for command in self._held.take_all():
+            try:
+                self._place(command)
+            except QuireError as error:
+                self._streams.refuse(command.request, error)
+
+    def unavailable(self, engine: Engine) -> None:  # noqa: ARG002
+        """Say what is missing."""
+        self._show_health()
+
+    def lost(self, engine: Engine, requests: tuple[Request, ...]) -> None:  # noqa: ARG002
+        """Place a lost worker's requests anew, or hold them until it, or another, is there."""
+        self._show_health()
+        for request in requests:
+            self._place(SubmitRequest(request, was_accepted=True))
+
+    def progressed(self) -> None:
+        """Let a drain look again."""
+        self._progressed.set()
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _place(self, command: SubmitRequest) -> None:
+        """Post a request to the least loaded engine, or hold it if none is attached.
+
+        Raises:
+            TooBusyError: There is no room; never for one that was accepted before.
+        """
+        can_refuse = not command.was_accepted
+        n = num_live_seqs(command.request)
+        engines = [engine for engine in self._engines if engine.is_attached]
+        if not engines:
+            if can_refuse and self._held.num_seqs + n > self._max_waiting:
+                raise self._too_busy(self._held.num_seqs, n)
+            self._held.add(command)
+            return
+        loads = [engine.placement_load() for engine in engines]
+        index = least_loaded(loads, n, can_refuse=can_refuse)
+        if index is None:
+            raise self._too_busy(min(load.num_waiting for load in loads), n)
+        engines[index].post(command)
+
+    def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
+        return TooBusyError(
+            f"the queue is full: {num_waiting} sequences wait, and this request has {n} more; "
+            f"the limit is {self._max_waiting} (--max-waiting)"
+        )
+
+    def _post_to_all(self, command: Command) -> None:
+        for engine in self._engines:
+            if engine.is_attached:
+                engine.post(command)
+
+    def _num_live_seqs(self) -> int:
+        return self._held.num_seqs + sum(
+            engine.placement_load().num_seqs for engine in self._engines if engine.is_attached
+        )
+
+    def _show_health(self) -> None:
+        if self._is_draining:
+            return
+        missing = [
+            f"{engine.target} ({engine.loss})" for engine in self._engines if not engine.is_attached
+        ]
+        if len(missing) < len(self._engines):
+            self._health.set_ready()
+        else:
+            self._health.set_not_ready(f"no worker is attached: {', '.join(missing)}")

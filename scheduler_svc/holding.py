@@ -1,0 +1,76 @@
+"""Requests that wait for a worker to be attached: new ones, and those of a worker that was lost."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.domain import SubmitRequest
+
+_NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
+
+
+class HeldRequests:
+    """Requests in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._commands: list[SubmitRequest] = []
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that are held and have not ended."""
+        return sum(num_live_seqs(command.request) for command in self._commands)
+
+    def add(self, command: SubmitRequest) -> None:
+        """Hold one more."""
+        self._commands.append(command)
+
+    def take_all(self) -> list[SubmitRequest]:
+        """Hold none any more, and return those that were."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
+        """End those of `seq_keys` that are held and live; unknown ones are ignored."""
+        keys = frozenset(seq_keys)
+        finished: list[Finished] = []
+        for command in self.take_all():
+            request = command.request
+            first = request.first_seq_key
+            ended = [i for i in _live_outputs(request) if first + i in keys]
+            if request.source != source or not ended:
+                self.add(command)
+                continue
+            finished += (Finished(source, SeqKey(first + i), FinishReason.CANCELLED) for i in ended)
+            rest = _without(request, ended)
+            if num_live_seqs(rest):
+                self.add(replace(command, request=rest))
+        return tuple(finished)
+
+    def drop_source(self, source: SourceId) -> None:
+        """Forget everything of `source`."""
+        self._commands = [c for c in self._commands if c.request.source != source]
+
+
+def num_live_seqs(request: Request) -> int:
+    """Return how many sequences of `request` have not ended."""
+    return len(_live_outputs(request))
+
+
+def live_seq_keys(request: Request) -> list[SeqKey]:
+    """Return the keys of the sequences of `request` that have not ended."""
+    return [SeqKey(request.first_seq_key + index) for index in _live_outputs(request)]
+
+
+def _live_outputs(request: Request) -> list[int]:
+    outputs = request.outputs
+    return [i for i in range(request.n) if not outputs or not outputs[i].finished]
+
+
+def _without(request: Request, output_indices: Iterable[int]) -> Request:
+    outputs = list(request.outputs) or [_NOTHING_YET] * request.n
+    for index in output_indices:
+        outputs[index] = replace(outputs[index], finished=True)
+    return replace(request, outputs=tuple(outputs))

@@ -1,0 +1,147 @@
+"""What the scheduler exports to Prometheus.
+
+What a core counts anyway is read when the metrics are asked for; a step itself pays for a few
+histogram observations, whatever the number of sequences.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scheduler_svc.core.config import SchedulerLoad
+
+_STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+_CPU_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What one worker's engine observes as it happens."""
+
+    schedule: Histogram
+    update: Histogram
+    step_rpc: Histogram
+    step_execute: Histogram
+    queue_time: Histogram
+
+
+class SchedulerMetrics:
+    """The histograms of all engines, by worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, help_text, ["worker"], buckets=buckets, registry=registry)
+
+        self._schedule = histogram(
+            "quire_schedule_seconds", "Time to plan a step and to encode it.", _CPU_BUCKETS_S
+        )
+        self._update = histogram(
+            "quire_update_seconds",
+            "Time to apply a step's result and to make the routers' messages.",
+            _CPU_BUCKETS_S,
+        )
+        self._step_rpc = histogram(
+            "quire_step_rpc_seconds",
+            "Time from sending a step to having its result; steps overlap.",
+            _STEP_BUCKETS_S,
+        )
+        self._step_execute = histogram(
+            "quire_step_execute_seconds",
+            "Time the worker spent on a step, as it says.",
+            _STEP_BUCKETS_S,
+        )
+        self._queue_time = histogram(
+            "quire_request_queue_time_seconds",
+            "Time from a sequence's arrival until it left the queue.",
+            _QUEUE_BUCKETS_S,
+        )
+
+    def of(self, worker: str) -> EngineMetrics:
+        """Return the histograms of one worker."""
+        return EngineMetrics(
+            schedule=self._schedule.labels(worker),
+            update=self._update.labels(worker),
+            step_rpc=self._step_rpc.labels(worker),
+            step_execute=self._step_execute.labels(worker),
+            queue_time=self._queue_time.labels(worker),
+        )
+
+
+class LoadCollector(Collector):
+    """Reads the loads of the attached workers at each scrape."""
+
+    def __init__(self, loads: Callable[[], Mapping[str, SchedulerLoad | None]]) -> None:
+        """`loads` gives each worker's load; None: not attached."""
+        self._loads = loads
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one family for each metric, with a sample for each worker."""
+        loads = self._loads()
+        attached = GaugeMetricFamily(
+            "quire_worker_attached", "1 if the worker is attached, else 0.", labels=["worker"]
+        )
+        for worker, load in loads.items():
+            attached.add_metric([worker], 1.0 if load is not None else 0.0)
+        yield attached
+        for name, help_text, gauge in _GAUGES:
+            yield _fill(GaugeMetricFamily(name, help_text, labels=["worker"]), loads, gauge)
+        for name, help_text, counter in _COUNTERS:
+            yield _fill(CounterMetricFamily(name, help_text, labels=["worker"]), loads, counter)
+
+
+_Read = Callable[[SchedulerLoad], float]
+
+_GAUGES: tuple[tuple[str, str, _Read], ...] = (
+    (
+        "quire_num_requests_running",
+        "Sequences that hold device blocks.",
+        lambda load: load.num_running,
+    ),
+    (
+        "quire_num_requests_waiting",
+        "Sequences that wait for admission.",
+        lambda load: load.num_waiting,
+    ),
+    (
+        "quire_kv_cache_usage_perc",
+        "Share of the device blocks that sequences hold, in [0, 1].",
+        lambda load: 1 - (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks,
+    ),
+    ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),
+    ("quire_kv_free_blocks", "Device blocks that hold nothing.", lambda load: load.num_free_blocks),
+    (
+        "quire_kv_cached_blocks",
+        "Device blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_blocks,
+    ),
+)
+
+_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
+    (
+        "quire_prefix_cache_queries",
+        "Tokens looked up in the prefix cache.",
+        lambda load: load.prefix_cache_queries,
+    ),
+    (
+        "quire_prefix_cache_hits",
+        "Tokens found in the prefix cache.",
+        lambda load: load.prefix_cache_hits,
+    ),
+    ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
+    ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
+)
+
+
+def _fill(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    loads: Mapping[str, SchedulerLoad | None],
+    read: _Read,
+) -> Metric:
+    for worker, load in loads.items():
+        if load is not None:
+            family.add_metric([worker], read(load))
+    return family

@@ -1,0 +1,118 @@
+"""The gRPC face: a router's stream in, commands to the fleet; what the engines say, out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+import grpc.aio
+import structlog
+
+from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from rpc.errors import InvalidArgumentError, QuireError
+from rpc.server import Service
+from scheduler_svc.core.request import SeqKey
+from scheduler_svc.fleet import Fleet
+from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.wire.router import (
+    load_to_proto,
+    refused_to_proto,
+    request_from_proto,
+    welcome_to_proto,
+)
+
+log = structlog.get_logger()
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Answers the calls of `quire.v1.SchedulerService`."""
+
+    def __init__(self, fleet: Fleet, streams: RouterStreams, epoch: int) -> None:
+        self._fleet = fleet
+        self._streams = streams
+        self._epoch = epoch
+
+    # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
+    # closed whenever its garbage is collected, and its sequences would run on until then.
+    async def Connect(  # noqa: N802
+        self,
+        requests: AsyncIterator[scheduler_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> None:
+        """Serve one router until its stream ends."""
+        router_id = await _read_hello(requests)
+        model = await self._fleet.model()
+        stream = self._streams.open(router_id)
+        log.info("router connected", router_id=router_id, source=stream.source)
+        reader = asyncio.create_task(self._read(requests, stream, model.vocab_size))
+        try:
+            await context.write(welcome_to_proto(self._epoch, model))
+            while (message := await stream.next_message()) is not None:
+                await context.write(message)
+        finally:
+            reader.cancel()
+            self._streams.close(stream)
+            self._fleet.drop_source(stream.source)
+            log.info("router disconnected", router_id=router_id, source=stream.source)
+
+    async def GetSchedulerLoad(  # noqa: N802
+        self,
+        request: scheduler_pb2.GetSchedulerLoadRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
+    ) -> scheduler_pb2.GetSchedulerLoadResponse:
+        """Add up the workers' loads."""
+        loads = [load for load in self._fleet.loads().values() if load is not None]
+        return scheduler_pb2.GetSchedulerLoadResponse(
+            load=load_to_proto(loads, self._fleet.num_held_seqs)
+        )
+
+    async def _read(
+        self,
+        requests: AsyncIterator[scheduler_pb2.ConnectRequest],
+        stream: RouterStream,
+        vocab_size: int,
+    ) -> None:
+        """Hand on what the router wants, until it says no more; that ends its stream."""
+        try:
+            async for message in requests:
+                match message.WhichOneof("message"):
+                    case "submit":
+                        self._submit(message.submit, stream, vocab_size)
+                    case "cancel":
+                        keys = [SeqKey(key) for key in message.cancel.seq_keys]
+                        self._fleet.cancel(stream.source, keys)
+                    case "hello":
+                        raise InvalidArgumentError("hello", "came twice; it must come once")
+                    case _:
+                        raise InvalidArgumentError("message", "is not set")
+        except QuireError as error:
+            stream.end(error)
+        finally:
+            stream.end()
+
+    def _submit(self, message: scheduler_pb2.Submit, stream: RouterStream, vocab_size: int) -> None:
+        try:
+            request = request_from_proto(message, stream.source, vocab_size)
+            stream.claim(request)
+        except InvalidArgumentError as error:
+            stream.refuse(refused_to_proto(message.first_seq_key, error))
+            return
+        try:
+            self._fleet.submit(request)
+        except QuireError as error:
+            self._streams.refuse(request, error)
+
+
+def scheduler_service(servicer: SchedulerServicer) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return Service(
+        name=scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
+        add=partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer),
+    )
+
+
+async def _read_hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
+    async for message in requests:
+        if message.WhichOneof("message") != "hello":
+            break
+        return message.hello.router_id
+    raise InvalidArgumentError("hello", "is missing; it must be the first message of the stream")

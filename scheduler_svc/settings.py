@@ -1,0 +1,59 @@
+"""What the operator tells a scheduler."""
+
+import time
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from rpc.settings import Port, ProcessSettings
+
+
+def _wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class SchedulerSettings(ProcessSettings):
+    """Flags and environment of the scheduler."""
+
+    grpc_port: Port = 50052
+    """Port of gRPC, for the routers; 0 picks a free one."""
+    http_port: Port = 8001
+    """Port of HTTP, for probes and metrics; 0 picks a free one."""
+    workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
+    """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock."""
+    scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
+    """Names this scheduler in the workers' logs."""
+    epoch: Annotated[int, Field(ge=1, lt=2**64)] = Field(default_factory=_wall_clock_ms)
+    """This scheduler's reign over its workers; only the newest is obeyed. Default: the wall clock
+    at the start, in milliseconds, so that a scheduler that starts later takes over."""
+    max_waiting: Annotated[int, Field(ge=1)] = 1024
+    """Most sequences that may wait at one worker; more are refused, with a hint when to retry."""
+    enable_prefix_caching: bool = True
+    """Whether blocks of KV are found again by the tokens they hold."""
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of the blocks that admission leaves free for the running sequences to grow into."""
+    max_prefill_chunk: Annotated[int, Field(ge=1)] | None = None
+    """Most prompt tokens of one sequence in one step; default: what the worker allows."""
+    step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """How long a step may take before its worker counts as lost, in seconds."""
+    max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
+    """How much may wait for a router that does not read, in MiB, before its stream is ended."""
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple(part for item in value for part in str(item).split(",") if part)
+        return value
+
+    @field_validator("workers")
+    @classmethod
+    def _distinct(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
+        if not workers:
+            raise ValueError("names no worker; at least one is needed")
+        if twice := {worker for worker in workers if workers.count(worker) > 1}:
+            raise ValueError(f"names {', '.join(sorted(twice))} twice")
+        return workers

@@ -1,0 +1,226 @@
+"""Between a router's messages and the core's requests and news.
+
+A step costs work per array, not per sequence; only log-probabilities, admissions and ends are
+looked at one by one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
+from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
+from rpc.packing import pack_int32, pack_uint64, unpack_int32
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.plan import Finished, Int32Array, News
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.domain import ModelInfo
+from scheduler_svc.wire.arrays import check_below
+
+_MAX_SEQ_KEY = 2**64 - 1
+_MAX_N = 64
+"""As in `quire.v1.GenerateRequest`."""
+
+_FINISH_REASON_TO_PROTO = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def request_from_proto(message: scheduler_pb2.Submit, source: SourceId, vocab_size: int) -> Request:
+    """Take a router's request.
+
+    Raises:
+        InvalidArgumentError: A field breaks the contract; the message names value and limit.
+    """
+    if not 1 <= message.n <= _MAX_N:
+        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
+    if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
+        raise InvalidArgumentError(
+            "first_seq_key",
+            f"is {message.first_seq_key}; with n = {message.n} it must be at most "
+            f"{_MAX_SEQ_KEY - message.n + 1}",
+        )
+    if not message.sampling.HasField("seed"):
+        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
+    max_tokens = message.sampling.max_tokens
+    if max_tokens < 1:
+        given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
+        raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
+    prompt_token_ids = _token_ids_from_proto(
+        message.prompt_token_ids, "prompt_token_ids", vocab_size
+    )
+    if not prompt_token_ids.size:
+        raise InvalidArgumentError("prompt_token_ids", "is empty; it must have at least 1 token")
+    if len(message.outputs) not in {0, message.n}:
+        raise InvalidArgumentError(
+            "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
+        )
+    return Request(
+        source=source,
+        first_seq_key=SeqKey(message.first_seq_key),
+        request_id=message.request_id,
+        prompt_token_ids=prompt_token_ids,
+        n=message.n,
+        max_tokens=max_tokens,
+        sampling=message.sampling.SerializeToString(),
+        cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
+        outputs=tuple(
+            OutputSoFar(
+                token_ids=_token_ids_from_proto(
+                    output.token_ids, f"outputs[{index}].token_ids", vocab_size
+                ),
+                finished=output.finished,
+            )
+            for index, output in enumerate(message.outputs)
+        ),
+    )
+
+
+def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Array:
+    token_ids = unpack_int32(packed, field)
+    check_below(token_ids, field, vocab_size, "the model's vocab_size")
+    return token_ids
+
+
+def welcome_to_proto(epoch: int, model: ModelInfo) -> scheduler_pb2.ConnectResponse:
+    """Make the answer to a router's hello."""
+    return scheduler_pb2.ConnectResponse(
+        welcome=scheduler_pb2.SchedulerWelcome(
+            epoch=epoch,
+            model=common_pb2.ModelInfo(
+                id=model.id,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+            ),
+        )
+    )
+
+
+def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Refused:
+    """Make the refusal of the request whose output 0 is `first_seq_key`."""
+    refused = scheduler_pb2.Refused(
+        first_seq_key=first_seq_key, code=error.code.value[0], message=str(error)
+    )
+    if isinstance(error, TooBusyError):
+        refused.retry_after_s = error.retry_after_s
+    return refused
+
+
+def news_to_proto(
+    step_id: int, news: News, logprobs: Sequence[worker_pb2.SampledLogprob]
+) -> dict[SourceId, scheduler_pb2.StepOutput]:
+    """Make one message for each source that `news` concerns."""
+    outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
+    for source, where in _by_source(news.sources):
+        output = scheduler_pb2.StepOutput(
+            step_id=step_id,
+            seq_keys=pack_uint64(news.seq_keys[where]),
+            token_ids=pack_int32(news.token_ids[where]),
+        )
+        if logprobs:
+            output.logprobs.extend(_logprobs_to_proto(logprobs, news.result_index[where]))
+        outputs[source] = output
+    for admitted in news.admitted:
+        _output_of(outputs, admitted.source, step_id).admitted.add(
+            seq_key=admitted.seq_key,
+            num_cached_tokens=admitted.num_cached_tokens,
+            queue_s=admitted.queue_s,
+        )
+    for finished in news.finished:
+        _output_of(outputs, finished.source, step_id).finished.append(_finished_to_proto(finished))
+    return outputs
+
+
+def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_pb2.StepOutput]:
+    """Make messages that tell of ends which no step brought about, such as cancellations."""
+    outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
+    for item in finished:
+        _output_of(outputs, item.source, 0).finished.append(_finished_to_proto(item))
+    return outputs
+
+
+def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler_pb2.StepOutput:
+    """Make one message of several to one source, in order; at least one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    merged = scheduler_pb2.StepOutput(
+        step_id=outputs[-1].step_id,
+        seq_keys=b"".join(output.seq_keys for output in outputs),
+        token_ids=b"".join(output.token_ids for output in outputs),
+    )
+    num_tokens = 0
+    for output in outputs:
+        merged.admitted.extend(output.admitted)
+        merged.finished.extend(output.finished)
+        for item in output.logprobs:
+            merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
+        num_tokens += len(output.token_ids) // 4
+    return merged
+
+
+def _output_of(
+    outputs: dict[SourceId, scheduler_pb2.StepOutput], source: SourceId, step_id: int
+) -> scheduler_pb2.StepOutput:
+    if source not in outputs:
+        outputs[source] = scheduler_pb2.StepOutput(step_id=step_id)
+    return outputs[source]
+
+
+def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
+    message = scheduler_pb2.SequenceFinished(
+        seq_key=finished.seq_key,
+        finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
+        stop_token_id=finished.stop_token_id,
+    )
+    if finished.error is not None:
+        message.error.code = QuireError.code.value[0]
+        message.error.message = finished.error
+    return message
+
+
+def _logprobs_to_proto(
+    logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
+) -> Iterator[scheduler_pb2.IndexedLogprob]:
+    """Re-number the worker's log-probabilities from its `sampled_rows` to our `token_ids`.
+
+    Those of tokens that are nobody's any more, such as a cancelled sequence's, are left out.
+    """
+    sampled_to_token = {sampled: token for token, sampled in enumerate(result_index.tolist())}
+    for item in logprobs:
+        index = sampled_to_token.get(item.index)
+        if index is not None:
+            yield scheduler_pb2.IndexedLogprob(index=index, logprob=item.logprob)
+
+
+def _by_source(
+    sources: npt.NDArray[np.int32],
+) -> Iterator[tuple[SourceId, slice | npt.NDArray[np.intp]]]:
+    """Yield each source and where its entries are, in order."""
+    if not sources.size:
+        return
+    if (sources == sources[0]).all():  # one router: nothing to sort or copy
+        yield SourceId(int(sources[0])), slice(None)
+        return
+    for source in np.unique(sources).tolist():
+        yield SourceId(source), np.flatnonzero(sources == source)
+
+
+def load_to_proto(loads: Sequence[SchedulerLoad], num_held_seqs: int) -> common_pb2.Load:
+    """Add up the loads of the attached workers, and what waits for one to be attached."""
+    return common_pb2.Load(
+        num_requests_running=sum(load.num_running for load in loads),
+        num_requests_waiting=sum(load.num_waiting for load in loads) + num_held_seqs,
+        max_num_seqs=sum(load.max_num_seqs for load in loads),
+        num_blocks=sum(load.num_blocks for load in loads),
+        num_free_blocks=sum(load.num_free_blocks for load in loads),
+        num_cached_blocks=sum(load.num_cached_blocks for load in loads),
+        block_size=max((load.block_size for load in loads), default=0),
+        num_workers=len(loads),
+    )

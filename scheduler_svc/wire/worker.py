@@ -1,0 +1,131 @@
+"""Between a worker's messages and the core's plans and outcomes.
+
+A step costs work per array, not per sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.v1 import common_pb2, worker_pb2
+from rpc.errors import InvalidArgumentError
+from rpc.packing import pack_int32, unpack_int32
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan
+from scheduler_svc.domain import ModelInfo, WorkerInfo
+from scheduler_svc.wire.arrays import check_below
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerResult:
+    """One step's result: what the core must know, and what only passes through to the routers."""
+
+    outcome: StepOutcome
+    logprobs: Sequence[worker_pb2.SampledLogprob]
+    execute_s: float
+    """Time the worker spent on the step."""
+
+
+def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
+    """Take a worker's description of itself.
+
+    Raises:
+        InvalidArgumentError: A number that must be positive is 0.
+    """
+    info = WorkerInfo(
+        worker_id=message.worker_id,
+        device=message.device,
+        model=ModelInfo(
+            id=message.model.id,
+            max_model_len=message.model.max_model_len,
+            vocab_size=message.model.vocab_size,
+            eos_token_ids=tuple(message.model.eos_token_ids),
+        ),
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+    )
+    for field, value in (
+        ("model.max_model_len", info.model.max_model_len),
+        ("model.vocab_size", info.model.vocab_size),
+        ("max_num_seqs", info.max_num_seqs),
+        ("num_blocks", info.num_blocks),
+        ("block_size", info.block_size),
+    ):
+        if value < 1:
+            raise InvalidArgumentError(f"worker.{field}", f"is {value}; it must be at least 1")
+    if info.max_num_batched_tokens < info.max_num_seqs:
+        raise InvalidArgumentError(
+            "worker.max_num_batched_tokens",
+            f"is {info.max_num_batched_tokens}; it must be at least max_num_seqs, "
+            f"{info.max_num_seqs}",
+        )
+    return info
+
+
+def plan_to_proto(plan: StepPlan, epoch: int, step_id_base: int) -> worker_pb2.StepBatch:
+    """Make the batch for `plan`; its step id on the wire is `step_id_base` + the plan's."""
+    batch = worker_pb2.StepBatch(
+        epoch=epoch,
+        step_id=step_id_base + plan.step_id,
+        released_rows=pack_int32(plan.released_rows),
+        new_sequences=map(_new_sequence_to_proto, plan.new_sequences),
+        appended_rows=pack_int32(plan.appended_rows),
+        appended_block_ids=pack_int32(plan.appended_block_ids),
+        chunk_rows=pack_int32(plan.chunk_rows),
+        chunk_lens=pack_int32(plan.chunk_lens),
+        num_decodes=plan.num_decodes,
+    )
+    if plan.copy_src_block_ids.size:
+        batch.kv_commands.copy_src_block_ids = pack_int32(plan.copy_src_block_ids)
+        batch.kv_commands.copy_dst_block_ids = pack_int32(plan.copy_dst_block_ids)
+    return batch
+
+
+def _new_sequence_to_proto(seq: NewSequence) -> worker_pb2.NewSequence:
+    return worker_pb2.NewSequence(
+        seq_id=seq.seq_id,
+        row=seq.row,
+        token_ids=pack_int32(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed_tokens=seq.num_computed_tokens,
+        block_ids=pack_int32(seq.block_ids),
+        sampling=common_pb2.SamplingParams.FromString(seq.sampling),
+        max_total_tokens=seq.max_total_tokens,
+        traceparent=seq.traceparent,
+        output_index=seq.output_index,
+    )
+
+
+def result_from_proto(
+    message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
+) -> WorkerResult:
+    """Take a worker's result; `step_id_base` as in `plan_to_proto`.
+
+    Raises:
+        InvalidArgumentError: Arrays that must be parallel are not, or a row is out of range.
+    """
+    sampled_rows = _rows_from_proto(message.sampled_rows, "sampled_rows", max_num_seqs)
+    sampled_token_ids = unpack_int32(message.sampled_token_ids, "sampled_token_ids")
+    if sampled_token_ids.size != sampled_rows.size:
+        raise InvalidArgumentError(
+            "sampled_token_ids",
+            f"has {sampled_token_ids.size} entries; it must have those of sampled_rows, "
+            f"{sampled_rows.size}",
+        )
+    return WorkerResult(
+        outcome=StepOutcome(
+            step_id=StepId(message.step_id - step_id_base),
+            sampled_rows=sampled_rows,
+            sampled_token_ids=sampled_token_ids,
+            stopped_rows=_rows_from_proto(message.stopped_rows, "stopped_rows", max_num_seqs),
+            failed_rows=_rows_from_proto(message.failed_rows, "failed_rows", max_num_seqs),
+        ),
+        logprobs=message.logprobs,
+        execute_s=message.execute_s,
+    )
+
+
+def _rows_from_proto(packed: bytes, field: str, max_num_seqs: int) -> Int32Array:
+    rows = unpack_int32(packed, field)
+    check_below(rows, field, max_num_seqs, "max_num_seqs")
+    return rows

@@ -1,0 +1,203 @@
+"""The link to one worker: attach, send steps, take results, notice when it is lost."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.channel import open_channel
+from rpc.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.wire.worker import (
+    WorkerResult,
+    plan_to_proto,
+    result_from_proto,
+    worker_info_from_proto,
+)
+
+_ATTACH_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClientConfig:
+    """What every attachment to one worker has in common."""
+
+    target: str
+    """A gRPC target such as "127.0.0.1:50053" or "unix:/run/worker.sock"."""
+    epoch: int
+    scheduler_id: str
+    step_timeout_s: float
+    """How long a step may be in flight before the worker counts as lost."""
+    max_message_mb: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedResult:
+    """A step's result, and how long the step was in flight."""
+
+    result: WorkerResult
+    rpc_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _SentStep:
+    step_id: int
+    sent_at: float
+
+
+class WorkerLink:
+    """An attached worker, until it is lost; then a new link is made.
+
+    Nothing here waits: `send` queues, results are collected as they come, and `wake` is set
+    whenever there is a result to take or the worker is lost.
+    """
+
+    def __init__(
+        self,
+        config: WorkerClientConfig,
+        channel: grpc.aio.Channel,
+        info: WorkerInfo,
+        wake: asyncio.Event,
+        step_id_base: int,
+    ) -> None:
+        """Open the Execute stream on `channel`, which the link then owns. See `attach`."""
+        self.info = info
+        self.lost: QuireError | None = None
+        """Why the worker is lost: UnavailableError, or StaleEpochError if to a newer scheduler."""
+        self._config = config
+        self._channel = channel
+        self._wake = wake
+        self._step_id_base = step_id_base
+        self._loop = asyncio.get_running_loop()
+        self._in_flight: deque[_SentStep] = deque()
+        self._results: deque[TimedResult] = deque()
+        self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._watchdog: asyncio.TimerHandle | None = None
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._call = stub.Execute(self._sent_batches())
+        self._reader = asyncio.create_task(self._read(), name=f"results of {config.target}")
+
+    def send(self, plan: StepPlan) -> None:
+        """Send the batch for `plan`; at most two steps are in flight, so the queue is short."""
+        batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
+        self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
+        self._batches.put_nowait(batch)
+        if self._watchdog is None:
+            self._watch()
+
+    def take_results(self) -> list[TimedResult]:
+        """Take the results that came since the last call, in the order of their steps."""
+        results = list(self._results)
+        self._results.clear()
+        return results
+
+    def oldest_step_age_s(self) -> float:
+        """Say how long the oldest step has been in flight; 0 if none is."""
+        return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
+
+    async def close(self) -> None:
+        """Let the worker go."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._reader.cancel()
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
+        while True:
+            yield await self._batches.get()
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                self._receive(message)
+            self._lose(UnavailableError("it ended the Execute stream"))
+        except InvalidArgumentError as error:
+            self._lose(UnavailableError(f"it sent a wrong result: {error}"))
+        except grpc.aio.AioRpcError as error:
+            self._lose(_loss_from_rpc_error(error))
+
+    def _receive(self, message: worker_pb2.StepResult) -> None:
+        expected = self._in_flight[0].step_id if self._in_flight else None
+        if message.epoch != self._config.epoch:
+            raise InvalidArgumentError(
+                "epoch", f"is {message.epoch}; it must be {self._config.epoch}"
+            )
+        if message.step_id != expected:
+            raise InvalidArgumentError(
+                "step_id", f"is {message.step_id}; the oldest step in flight is {expected}"
+            )
+        result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
+        sent = self._in_flight.popleft()
+        self._results.append(TimedResult(result, self._loop.time() - sent.sent_at))
+        self._wake.set()
+
+    def _watch(self) -> None:
+        """Arm the watchdog for the oldest step in flight; nothing in flight, nothing to watch.
+
+        It is not re-armed at each result: when it fires, it looks what is in flight by then.
+        """
+        self._watchdog = None
+        if not self._in_flight or self.lost is not None:
+            return
+        timeout_s = self._config.step_timeout_s
+        if self.oldest_step_age_s() >= timeout_s:
+            self._lose(
+                UnavailableError(
+                    f"step {self._in_flight[0].step_id} has no result after {timeout_s:g} s"
+                )
+            )
+            return
+        self._watchdog = self._loop.call_at(self._in_flight[0].sent_at + timeout_s, self._watch)
+
+    def _lose(self, why: QuireError) -> None:
+        if self.lost is None:
+            self.lost = why
+            self._wake.set()
+
+
+async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: int) -> WorkerLink:
+    """Claim the worker and open its Execute stream.
+
+    Args:
+        config: The worker and our epoch.
+        wake: Set whenever the link has something to tell.
+        step_id_base: Added to the step ids of the plans, which start anew with each attachment; on
+            the wire they must grow as long as the epoch lasts.
+
+    Raises:
+        StaleEpochError: A newer scheduler has the worker.
+        UnavailableError: It cannot be reached, is not ready, or describes itself wrongly.
+    """
+    channel = open_channel(config.target, config.max_message_mb)
+    try:
+        info = await _claim(channel, config)
+    except BaseException:
+        await channel.close(None)
+        raise
+    return WorkerLink(config, channel, info, wake, step_id_base)
+
+
+async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> WorkerInfo:
+    try:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        response = await stub.Attach(
+            worker_pb2.AttachRequest(epoch=config.epoch, scheduler_id=config.scheduler_id),
+            timeout=_ATTACH_TIMEOUT_S,
+        )
+        return worker_info_from_proto(response.worker)
+    except grpc.aio.AioRpcError as error:
+        raise _loss_from_rpc_error(error) from error
+    except InvalidArgumentError as error:
+        raise UnavailableError(f"it describes itself wrongly: {error}") from error
+
+
+def _loss_from_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return StaleEpochError(error.details() or "the worker has a newer scheduler")
+    return UnavailableError(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,17 @@
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = ("torch", "transformers", "triton")
+
+
+@pytest.mark.parametrize("module", ["router.app", "scheduler_svc.app", "quire", "rpc.server"])
+def test_it_imports_without_torch(module):
+    # A fresh interpreter: in this one another test may have imported torch long ago.
+    program = f"import sys, {module}; print([m for m in {FORBIDDEN} if m in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,23 @@
+"""Runs the Triton kernels on the GPU, or in Triton's interpreter where there is none."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    if "triton" in sys.modules:
+        # Triton reads the variable when a kernel is defined, its own library at its import.
+        raise pytest.UsageError("set TRITON_INTERPRET=1: triton was imported without it")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from kernels import reference
+from kernels.activation import silu_mul
+from tests.kernels.tensors import far_apart, strided
+from tests.kernels.tolerance import assert_close, every_dtype
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 2), (5, 70), (3, 3000)])
+def test_silu_mul_is_the_twin_s(shape, dtype, device):
+    gate_up = strided(shape, dtype, device)
+    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@every_dtype
+def test_the_twin_is_the_two_module_form(dtype):
+    gate, up = torch.randn(4, 48).to(dtype), torch.randn(4, 48).to(dtype)
+    expected = torch.nn.SiLU()(gate) * up
+    # To rounding, not to the bit: torch's exp differs between a row's full vectors and its rest.
+    assert_close(reference.silu_mul(torch.cat((gate, up), dim=-1)), expected)
+
+
+@pytest.mark.parametrize("op", [silu_mul, reference.silu_mul])
+def test_large_gates_neither_overflow_nor_turn_nan(op, device):
+    gate_up = torch.tensor([[-200.0, 200.0, 1.0, 1.0]], device=device)
+    assert op(gate_up).tolist() == [[0.0, 200.0]]
+
+
+def test_silu_mul_reaches_past_int32_offsets(device):
+    gate_up = far_apart((3, 70), torch.float16, device)
+    assert_close(silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def test_silu_mul_names_what_does_not_fit(device):
+    with pytest.raises(ValueError, match="gate_up has width 5"):
+        silu_mul(torch.randn(2, 5, device=device))
+    with pytest.raises(ValueError, match="gate_up has 1 dimensions"):
+        silu_mul(torch.randn(4, device=device))

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from kernels import decode, reference
+from kernels.decode import paged_attention_decode
+from tests.kernels.tensors import dense_attention, far_apart, make_paged, strided
+from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
+
+SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (20, 1, 24, 16)]  # H, HKV, D, P
+SHAPE_NAMES = ("num_heads", "num_kv_heads", "head_dim", "block_size")
+
+
+@every_dot_dtype
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_decode_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dtype, device):
+    seq_lens = [1, 0, block_size, 67, 256, 300, 600]
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device)
+    query = strided((len(seq_lens), num_heads, head_dim), dtype, device)
+    args = query, *paged.args, head_dim**-0.5
+    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+@every_dtype
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_the_twin_is_attention(num_heads, num_kv_heads, head_dim, block_size, dtype):
+    seq_lens = [1, 0, block_size, 67]
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, "cpu")
+    query = strided((len(seq_lens), num_heads, head_dim), dtype, "cpu")
+    out = reference.paged_attention_decode(query, *paged.args, 0.3)
+    for seq in (0, 2, 3):
+        expected = dense_attention(query[seq : seq + 1], *paged.dense(seq), 0.3)
+        assert_close(out[seq : seq + 1], expected)
+    assert out[1].count_nonzero() == 0
+
+
+def test_splits_grow_when_a_sequence_outgrows_their_number(monkeypatch, device):
+    monkeypatch.setattr(decode, "_MIN_SPLIT", 16)
+    monkeypatch.setattr(decode, "_MAX_SPLITS", 4)
+    seq_lens = [64, 65, 130, 15, 0]  # splits of 16, 32 and 48 tokens
+    paged = make_paged(seq_lens, 1, 16, 8, torch.float32, device)
+    args = torch.randn(5, 2, 16, device=device), *paged.args, 0.25
+    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+@pytest.mark.parametrize("attend", [paged_attention_decode, reference.paged_attention_decode])
+def test_a_row_does_not_depend_on_its_batch(attend, device):
+    seq_lens = [300, 5, 64, 520]
+    paged = make_paged(seq_lens, 2, 32, 16, torch.float32, device)
+    query = torch.randn(4, 6, 32, device=device)
+    together = attend(query, *paged.args, 0.2)
+    for seq, seq_len in enumerate(seq_lens):
+        alone = attend(
+            query[seq : seq + 1],
+            paged.key_cache,
+            paged.value_cache,
+            paged.block_tables[seq : seq + 1, : -(-seq_len // 16)],
+            paged.seq_lens[seq : seq + 1],
+            0.2,
+        )
+        assert torch.equal(alone[0], together[seq])
+
+
+@pytest.mark.parametrize("attend", [paged_attention_decode, reference.paged_attention_decode])
+def test_slots_past_the_sequence_are_not_read(attend, device):
+    paged = make_paged([21], 2, 16, 8, torch.float32, device)
+    query = torch.randn(1, 4, 16, device=device)
+    before = attend(query, *paged.args, 0.25)
+    tail = paged.block_tables[0, 2]
+    paged.key_cache[tail, 21 - 16 :] = float("nan")
+    paged.value_cache[tail, 21 - 16 :] = float("nan")
+    paged.block_tables[0, 3:] = 2**31 - 1
+    assert torch.equal(attend(query, *paged.args, 0.25), before)
+
+
+def test_decode_reaches_past_int32_offsets(device):
+    cache = far_apart((3, 8, 2, 16), torch.float16, device)
+    tables = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([6], dtype=torch.int32, device=device)
+    query = torch.randn(1, 2, 16, dtype=torch.float16, device=device)
+    args = query, cache[:, :4], cache[:, 4:], tables, seq_lens, 0.25
+    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+def test_decode_names_what_does_not_fit(device):
+    paged = make_paged([5, 5], 2, 16, 8, torch.float32, device)
+    keys, values, tables, lens = paged.args
+    query = torch.randn(2, 4, 16, device=device)
+    with pytest.raises(ValueError, match="query has 3 heads, required is a multiple of 2"):
+        paged_attention_decode(query[:, :3], keys, values, tables, lens, 1.0)
+    with pytest.raises(ValueError, match=r"block_tables has dtype torch\.int64"):
+        paged_attention_decode(query, keys, values, tables.long(), lens, 1.0)
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(1,\)"):
+        paged_attention_decode(query, keys, values, tables, lens[:1], 1.0)
+    with pytest.raises(ValueError, match="block_tables has 2 rows, required are 1"):
+        paged_attention_decode(query[:1], keys, values, tables, lens, 1.0)

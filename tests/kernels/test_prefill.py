@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+from kernels import reference
+from kernels.prefill import paged_attention_prefill
+from tests.kernels.tensors import dense_attention, far_apart, make_paged, strided
+from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
+
+SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (65, 1, 16, 16)]  # H, HKV, D, P
+SHAPE_NAMES = ("num_heads", "num_kv_heads", "head_dim", "block_size")
+
+# (query_len, seq_len): a whole prompt, a padding row, a decode token, one more than a tile, a
+# chunk after a prefix hit, the last of several chunks.
+CHUNKS = [(33, 33), (0, 0), (1, 70), (65, 65), (7, 23), (20, 150)]
+
+
+def starts_of(query_lens, device):
+    return torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
+
+
+@every_dot_dtype
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_prefill_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dtype, device):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device)
+    num_tokens = sum(query_lens) + 3  # rows of no sequence
+    query = strided((num_tokens, num_heads, head_dim), dtype, device)
+    starts = starts_of(query_lens, device)
+    args = query, *paged.args, starts, max(query_lens), head_dim**-0.5
+    assert_close(paged_attention_prefill(*args), reference.paged_attention_prefill(*args))
+
+
+@every_dtype
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_the_twin_is_causal_attention(num_heads, num_kv_heads, head_dim, block_size, dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, "cpu")
+    query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, "cpu")
+    starts = starts_of(query_lens, "cpu")
+    out = reference.paged_attention_prefill(query, *paged.args, starts, max(query_lens), 0.3)
+    for seq in (0, 2, 3, 4, 5):
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        assert_close(out[rows], dense_attention(query[rows], *paged.dense(seq), 0.3))
+    assert out[-3:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("attend", [paged_attention_prefill, reference.paged_attention_prefill])
+def test_a_chunk_does_not_depend_on_its_batch(attend, device):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, 2, 32, 16, torch.float32, device)
+    starts = starts_of(query_lens, device)
+    query = torch.randn(sum(query_lens), 6, 32, device=device)
+    together = attend(query, *paged.args, starts, max(query_lens), 0.2)
+    for seq, query_len in enumerate(query_lens):
+        if query_len == 0:
+            continue
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        alone = attend(
+            query[rows],
+            paged.key_cache,
+            paged.value_cache,
+            paged.block_tables[seq : seq + 1],
+            paged.seq_lens[seq : seq + 1],
+            starts_of([query_len], device),
+            query_len,
+            0.2,
+        )
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 40])
+@pytest.mark.parametrize("attend", [paged_attention_prefill, reference.paged_attention_prefill])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(attend, chunk, device):
+    paged = make_paged([70], 1, 16, 8, torch.float32, device)
+    keys, values, tables, lens = paged.args
+    query = torch.randn(70, 2, 16, device=device)
+    at_once = attend(query, keys, values, tables, lens, starts_of([70], device), 70, 0.25)
+    for start in range(0, 70, chunk):
+        part = query[start : start + chunk]
+        seq_len = torch.tensor([start + len(part)], dtype=torch.int32, device=device)
+        starts = starts_of([len(part)], device)
+        out = attend(part, keys, values, tables, seq_len, starts, len(part), 0.25)
+        assert_close(out, at_once[start : start + chunk])
+
+
+def test_one_token_chunks_of_the_twin_are_decode_to_the_bit():
+    paged = make_paged([30, 7], 2, 16, 8, torch.float32, "cpu")
+    query = torch.randn(2, 4, 16)
+    starts = starts_of([1, 1], "cpu")
+    as_chunks = reference.paged_attention_prefill(query, *paged.args, starts, 1, 0.25)
+    assert torch.equal(as_chunks, reference.paged_attention_decode(query, *paged.args, 0.25))
+
+
+def test_prefill_reaches_past_int32_offsets(device):
+    cache = far_apart((3, 8, 2, 16), torch.float16, device)
+    tables = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([6], dtype=torch.int32, device=device)
+    query = far_apart((3, 2, 16), torch.float16, device)
+    args = query, cache[:, :4], cache[:, 4:], tables, seq_lens, starts_of([3], device), 3, 0.25
+    assert_close(paged_attention_prefill(*args), reference.paged_attention_prefill(*args))
+
+
+def test_prefill_names_what_does_not_fit(device):
+    paged = make_paged([5], 2, 16, 8, torch.float32, device)
+    query = torch.randn(5, 4, 16, device=device)
+    with pytest.raises(ValueError, match="max_query_len is 6, required is at most 5"):
+        paged_attention_prefill(query, *paged.args, starts_of([5], device), 6, 1.0)
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\), required is \(2,\)"):
+        paged_attention_prefill(query, *paged.args, starts_of([2, 3], device), 3, 1.0)

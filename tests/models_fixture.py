@@ -1,0 +1,127 @@
+"""Makes tiny model directories: random weights of each family and a real small tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
+BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
+_ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the warm sun.",
+    "A quire is a gathering of pages; several quires sewn together make a book to be read.",
+    "In the beginning there was a prompt, and the prompt was without form, and void.",
+    "def add(a, b):\n    return a + b\n\n\nfor i in range(10):\n    print(add(i, 1))\n",
+    "Grüße aus Köln, naïve café, Ελλάδα, Привет мир, 你好世界, 🙂🚀",
+    "One two three four five six seven eight nine ten eleven twelve thirteen fourteen.",
+)
+
+
+class ModelDirs:
+    """Model directories under one root, each made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._dirs: dict[str, Path] = {}
+
+    def get(self, family: str, **arguments: Any) -> Path:
+        """The directory that `make_model` makes from these arguments; not to be changed."""
+        key = json.dumps([family, arguments], sort_keys=True)
+        if key not in self._dirs:
+            directory = self._root / f"{family}-{len(self._dirs)}"
+            self._dirs[key] = make_model(directory, family, **arguments)
+        return self._dirs[key]
+
+
+def make_model(
+    directory: Path,
+    family: str,
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random model of a family, as `transformers` saves it, and its tokenizer.
+
+    Args:
+        directory: made if need be; it is returned.
+        family: one of `FAMILIES`.
+        seed: of the weights.
+        dtype: of the checkpoint.
+        max_shard_size: above it the weights go to several files, as in "50KB".
+        overrides: fields of the config, such as `tie_word_embeddings=True`.
+    """
+    # Here, not above: importing a model takes seconds, and not every importer makes one.
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    sizes = {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,  # the usual 0.02 makes logits so flat that ties decide
+        "bos_token_id": BOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
+        "tie_word_embeddings": False,
+    }
+    by_family: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mistral": {"sliding_window": None, "num_attention_heads": 8},
+        "qwen2": {"num_hidden_layers": 3},
+        "qwen3": {"head_dim": 24},
+    }
+    config = AutoConfig.for_model(family, **(sizes | by_family[family] | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # made 1 and 0, which would hide mistakes
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    _write_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS_TOKEN, EOS_TOKEN, *_ROLE_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS_TOKEN} $A", special_tokens=[(BOS_TOKEN, BOS_TOKEN_ID)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "pad_token": EOS_TOKEN,  # or transformers adds one, past the model's vocabulary
+        "unk_token": EOS_TOKEN,
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -1,0 +1,183 @@
+"""The scheduler core against the oracle: any history gives every client its own right tokens.
+
+`make test` runs a short one. A long one: `pytest tests/property --hypothesis-profile=long`.
+"""
+
+from collections import deque
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import StepOutcome
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+from tests.property.oracle import OracleWorker, expected_output
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+SALTS = st.sampled_from(["", "other"])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Routers, a scheduler and a worker, with up to two steps between them."""
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
+        extra_budget=st.integers(0, 6),
+        caching=st.booleans(),
+        chunk=st.none() | st.integers(1, 3),
+        watermark=st.sampled_from([0.0, 0.2]),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, extra_budget, caching, chunk, watermark):
+        self.config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_model_len=24,
+            max_waiting=8,
+            enable_prefix_caching=caching,
+            watermark=watermark,
+            max_prefill_chunk=chunk,
+        )
+        self.requests: dict[tuple[int, int], tuple[Request, int]] = {}
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.next_key = 0
+        self.now = 0.0
+        self.start_core()
+
+    def start_core(self):
+        self.core = Scheduler(self.config)
+        config = self.config
+        self.worker = OracleWorker(
+            config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        self.unanswered: deque[StepOutcome] = deque()
+
+    @rule(
+        source=st.integers(0, 1),
+        prompt=PROMPTS,
+        n=st.integers(1, 3),
+        max_tokens=st.integers(1, 10),
+        salt=SALTS,
+    )
+    def submit(self, source, prompt, n, max_tokens, salt):
+        request = Request(
+            source=SourceId(source),
+            first_seq_key=SeqKey(self.next_key),
+            request_id=f"r{self.next_key}",
+            prompt_token_ids=np.array(prompt, np.int32),
+            n=n,
+            max_tokens=max_tokens,
+            sampling=salt.encode(),
+            cache_salt=salt,
+        )
+        self.now += 1
+        try:
+            self.core.submit(request, self.now)
+        except RequestTooLongError:
+            assert len(prompt) + max_tokens > self.core.max_request_len
+            return
+        except QueueFullError:
+            assert self.core.load().num_waiting + n > self.config.max_waiting
+            return
+        for index in range(n):
+            self.requests[source, self.next_key + index] = request, index
+            self.outputs[source, self.next_key + index] = []
+        self.next_key += n
+
+    @rule()
+    def schedule(self):
+        in_flight = self.core.num_steps_in_flight
+        if (plan := self.core.schedule(self.now)) is not None:
+            self.unanswered.append(self.worker.execute(plan))
+        elif in_flight == 0:
+            assert not self.requests, (
+                "nothing is in flight, nothing is planned, and not all is done"
+            )
+
+    @precondition(lambda self: self.unanswered)
+    @rule()
+    def update(self):
+        news = self.core.update(self.unanswered.popleft())
+        for source, key, token in zip(news.sources, news.seq_keys, news.token_ids, strict=True):
+            self.outputs[int(source), int(key)].append(int(token))
+        for finished in news.finished:
+            self.expect_complete(finished)
+
+    def expect_complete(self, finished):
+        place = finished.source, finished.seq_key
+        request, index = self.requests.pop(place)
+        prompt = request.prompt_token_ids.tolist()
+        expected = expected_output(request.cache_salt, index, prompt, request.max_tokens)
+        assert self.outputs.pop(place) == expected
+        if finished.reason is FinishReason.LENGTH:
+            assert len(expected) == request.max_tokens
+        else:
+            assert finished.reason is FinishReason.STOP
+            assert finished.stop_token_id == expected[-1]
+
+    @precondition(lambda self: self.requests)
+    @rule(steps=st.integers(2, 16))
+    def run(self, steps):
+        """As the engine does it: two steps in flight, then wait for a result."""
+        for _ in range(steps):
+            self.schedule()
+            self.schedule()
+            if self.unanswered:
+                self.update()
+            check(self.core)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        source, key = data.draw(st.sampled_from(sorted(self.requests)))
+        (finished,) = self.core.cancel(SourceId(source), [key, 10_000])
+        assert (finished.seq_key, finished.reason) == (key, FinishReason.CANCELLED)
+        del self.requests[source, key], self.outputs[source, key]
+
+    @precondition(lambda self: len(self.requests) > 3)
+    @rule(source=st.integers(0, 1))
+    def lose_source(self, source):
+        self.core.cancel_source(SourceId(source))
+        self.requests = {k: v for k, v in self.requests.items() if k[0] != source}
+        self.outputs = {k: v for k, v in self.outputs.items() if k[0] != source}
+
+    @precondition(lambda self: len(self.requests) > 2)
+    @rule()
+    def lose_worker(self):
+        requests = self.core.drain()
+        self.start_core()
+        for request in requests:
+            self.core.submit(request, self.now)
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "core"):
+            check(self.core)
+
+    def teardown(self):
+        """Everything that is live ends, and leaves nothing behind."""
+        if not hasattr(self, "core"):
+            return
+        for _ in range(3_000):
+            if not self.requests and not self.unanswered:
+                break
+            self.schedule()
+            if self.unanswered:
+                self.update()
+        assert not self.requests
+        while (plan := self.core.schedule(self.now)) is not None:
+            self.core.update(self.worker.execute(plan))
+        assert not self.worker.rows
+        load = self.core.load()
+        assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+        check(self.core)
+
+
+TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,82 @@
+"""A model and pool whose next token is a hash of the whole context as the pool holds it.
+
+The pool keeps the token and position written to each slot. A wrong slot, block table, position,
+copy or order of tokens changes every token after it.
+"""
+
+import numpy as np
+import torch
+
+VOCAB_SIZE = 97
+_MODULUS = 1_000_003
+
+
+def next_token(token_ids):
+    """What the fake model continues `token_ids` with, greedily."""
+    return context_hash(token_ids) % VOCAB_SIZE
+
+
+def context_hash(token_ids):
+    value = 7
+    for position, token in enumerate(token_ids):
+        value = (value * 31 + int(token) * 5 + position) % _MODULUS
+    return value
+
+
+def continue_greedily(token_ids, count):
+    known = list(token_ids)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(token_ids) :]
+
+
+class FakePool:
+    def __init__(self, num_blocks, block_size):
+        # [num_blocks, block_size, (token, position)]; -1 was never written
+        self.slots = torch.full((num_blocks, block_size, 2), -1, dtype=torch.int64)
+        self.block_size = block_size
+
+    def copy(self, src, dst):
+        self.slots[dst] = self.slots[src]
+
+
+class FakeModel:
+    """Greedy, it continues as `continue_greedily`; `nan_after` names a token that breaks it."""
+
+    def __init__(self, nan_after=None):
+        self.nan_after = nan_after
+        self.forwards = []
+        """(num_decodes, number of sequences, number of tokens) of each forward pass."""
+
+    def forward(self, token_ids, positions, pool, metadata):
+        assert token_ids.dtype == positions.dtype == metadata.slot_mapping.dtype == torch.int64
+        assert metadata.block_tables.dtype == metadata.seq_lens.dtype == torch.int32
+        assert metadata.query_start_loc.dtype == torch.int32
+        lens = metadata.query_start_loc.diff()
+        assert (lens[: metadata.num_decodes] == 1).all()
+        assert int(lens.max()) == metadata.max_query_len
+        assert int(metadata.query_start_loc[-1]) == len(token_ids) == len(positions)
+        self.forwards.append((metadata.num_decodes, len(lens), len(token_ids)))
+        written = torch.stack([token_ids, positions], dim=1)
+        pool.slots.view(-1, 2)[metadata.slot_mapping] = written
+        hidden = np.zeros((len(token_ids), 1))
+        for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
+            table = metadata.block_tables[seq].long()
+            context = pool.slots[table].view(-1, 2)[:seq_len]
+            assert context[:, 1].tolist() == list(range(seq_len)), "a slot holds another position"
+            tokens = context[:, 0].tolist()
+            end = int(metadata.query_start_loc[seq + 1])
+            for back in range(int(lens[seq])):
+                known = tokens[: seq_len - back]
+                broken = known[-1] == self.nan_after
+                hidden[end - 1 - back] = np.nan if broken else context_hash(known)
+        return torch.from_numpy(hidden)
+
+    def logits(self, hidden):
+        values = hidden[:, 0]
+        tokens = torch.nan_to_num(values).long() % VOCAB_SIZE
+        logits = torch.arange(VOCAB_SIZE, dtype=torch.float32).neg().expand(len(tokens), -1) / 50
+        logits = logits.clone()
+        logits[torch.arange(len(tokens)), tokens] = 4.0
+        logits[values.isnan()] = torch.nan
+        return logits

@@ -1,0 +1,105 @@
+"""The native decoder against transformers, through the paged path."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models_fixture import FAMILIES
+from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
+
+NUM_TOKENS = 128
+
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"tie_word_embeddings": True, "max_shard_size": "50KB"}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    ("mistral", {"num_key_value_heads": 1}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+]
+
+
+@torch.inference_mode()
+def greedy_of_transformers(directory, prompt, num_tokens):
+    """The tokens, and the logits float32[prompt + tokens - 1, V] of every position computed."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    token_ids, cache, output, logits = prompt, None, [], []
+    for _ in range(num_tokens):
+        result = model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        logits.append(result.logits[0])
+        output.append(int(result.logits[0, -1].argmax()))
+        token_ids = output[-1:]
+    return output, torch.cat(logits)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family, overrides, block_size):
+    directory = model_dirs.get(family, **overrides)
+    prompt = random_prompt(41, seed=1)
+    expected_output, expected_logits = greedy_of_transformers(directory, prompt, NUM_TOKENS)
+    sequence = Sequence(prompt)
+    PagedLoop(load(directory), block_size).generate([sequence], NUM_TOKENS)
+    assert sequence.output == expected_output
+    torch.testing.assert_close(torch.stack(sequence.logits), expected_logits, rtol=0, atol=1e-4)
+    assert len(set(expected_output)) > NUM_TOKENS // 4, "a repetitive model would test little"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_of_mixed_lengths_in_one_batch_get_the_tokens_they_get_alone(model_dirs, family):
+    directory = model_dirs.get(family)
+    prompts = [random_prompt(length, seed=length) for length in (1, 15, 16, 17, 50)]
+    together = [Sequence(prompt, start_step=3 * i) for i, prompt in enumerate(prompts)]
+    model = load(directory)
+    PagedLoop(model, block_size=8, num_blocks=256).generate(together, NUM_TOKENS)
+    for prompt, sequence in zip(prompts, together, strict=True):
+        assert sequence.output == greedy_of_transformers(directory, prompt, NUM_TOKENS)[0]
+
+
+def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs):
+    # Wide enough that the down projection's sums would be split for a lone row.
+    model = load(model_dirs.get("llama", intermediate_size=1600))
+    prompts = [random_prompt(length, seed=length) for length in (16, 16, 32, 48)]
+    together = [Sequence(prompt) for prompt in prompts]
+    PagedLoop(model, block_size=16).generate(together, 32)
+    for prompt, sequence in zip(prompts, together, strict=True):
+        alone = Sequence(prompt)
+        PagedLoop(model, block_size=16).generate([alone], 32)
+        assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
+
+
+def test_padding_changes_nothing(model_dirs):
+    model = load(model_dirs.get("qwen3"))
+    prompts = [random_prompt(length, seed=length) for length in (5, 20)]
+    plain = [Sequence(prompt) for prompt in prompts]
+    padded = [Sequence(prompt) for prompt in prompts]
+    PagedLoop(model, block_size=16).generate(plain, 16)
+    PagedLoop(model, block_size=16, num_padding=3).generate(padded, 16)
+    assert [s.output for s in padded] == [s.output for s in plain]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_close_to_float32(model_dirs, family):
+    directory = model_dirs.get(family, dtype="bfloat16")
+    prompt = random_prompt(41, seed=2)
+    wide, narrow = Sequence(prompt), Sequence(prompt)
+    PagedLoop(load(directory, torch.float32), block_size=16).generate([wide], 1)
+    PagedLoop(load(directory, torch.bfloat16), block_size=16).generate([narrow], 1)
+    expected, actual = torch.stack(wide.logits), torch.stack(narrow.logits)
+    assert (actual - expected).norm() < 0.03 * expected.norm()
+    assert not torch.equal(actual, expected)

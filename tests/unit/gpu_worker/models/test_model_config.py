@@ -1,0 +1,257 @@
+"""What a config.json means, and how a wrong one is refused."""
+
+import json
+
+import pytest
+import torch
+
+from gpu_worker.json_fields import ModelError
+from gpu_worker.model_config import (
+    ModelConfig,
+    load_model_config,
+    resolve_dtype,
+)
+from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write(directory, generation_config=None, without=(), **changes):
+    fields = {k: v for k, v in (LLAMA | changes).items() if k not in without}
+    (directory / "config.json").write_text(json.dumps(fields))
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    return directory
+
+
+def test_every_field_of_a_small_config(tmp_path):
+    assert load_model_config(write(tmp_path)) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0),
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        eos_token_ids=(2,),
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("Llama", {}, (False, False, False, False)),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("Mistral", {}, (False, False, False, False)),
+        ("Qwen2", {}, (True, False, False, False)),
+        ("Qwen3", {}, (False, False, False, True)),
+        ("Qwen3", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms_of_each_family(tmp_path, family, changes, expected):
+    config = load_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], **changes))
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_dim"),
+    [
+        ({}, 16),
+        ({"head_dim": None}, 16),
+        ({"head_dim": 24}, 24),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 128),
+    ],
+)
+def test_head_dim(tmp_path, changes, head_dim):
+    assert load_model_config(write(tmp_path, **changes)).head_dim == head_dim
+
+
+def test_as_many_kv_heads_as_heads_if_unsaid(tmp_path):
+    config = load_model_config(write(tmp_path, without=["num_key_value_heads"]))
+    assert config.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, RopeConfig(1e6)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig(1e4, LinearScaling(2.0)),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}},
+            RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_SCALING}},
+            RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        ),
+    ],
+)
+def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
+    assert load_model_config(write(tmp_path, **changes)).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_model_len"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 2048),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8192}, 2048),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, 2048),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 512,
+                "use_sliding_window": True,
+            },
+            512,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 512,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 3,
+            },
+            2048,
+        ),
+        ({"sliding_window": 512}, 2048),  # Llama has none, whatever its config says
+    ],
+)
+def test_a_sliding_window_limits_the_context(tmp_path, changes, max_model_len):
+    assert load_model_config(write(tmp_path, **changes)).max_model_len == max_model_len
+
+
+@pytest.mark.parametrize(
+    ("in_config", "generation_config", "expected"),
+    [
+        (2, None, (2,)),
+        ([7, 2], None, (7, 2)),
+        (None, None, ()),
+        (2, {"eos_token_id": [9, 2]}, (2, 9)),
+        (None, {"eos_token_id": 0}, (0,)),
+        (2, {}, (2,)),
+    ],
+)
+def test_eos_token_ids_of_both_files(tmp_path, in_config, generation_config, expected):
+    directory = write(tmp_path, generation_config, eos_token_id=in_config)
+    assert load_model_config(directory).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_dtype_of_the_checkpoint(tmp_path, field):
+    config = load_model_config(write(tmp_path, **{field: "bfloat16"}))
+    assert config.dtype == torch.bfloat16
+    assert resolve_dtype("auto", config) == torch.bfloat16
+    assert resolve_dtype("float16", config) == torch.float16
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    config = load_model_config(write(tmp_path))
+    with pytest.raises(ModelError, match=r"dtype is 'int3'; it must be auto, float32, float16"):
+        resolve_dtype("int3", config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["BertModel"]},
+            "architectures names BertModel; supported are LlamaForCausalLM, MistralForCausalLM",
+        ),
+        ({"architectures": None}, "architectures must be a list of one name"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a positive integer"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4"),
+        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs it even"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
+        ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type is 'yarn'; supported are",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters.full_attention is unknown; known are factor, high_freq_factor",
+        ),
+        ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be an object"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5; only 1.0 is supported",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    **LLAMA3_SCALING,
+                    "high_freq_factor": 1.0,
+                }
+            },
+            "rope_scaling.high_freq_factor is 1.0; it must be above low_freq_factor, 1.0",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ModelError) as caught:
+        load_model_config(write(tmp_path, **changes))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+@pytest.mark.parametrize(
+    "field", ["vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"]
+)
+def test_a_missing_field_is_named(tmp_path, field):
+    with pytest.raises(ModelError, match=rf"config\.json: {field} is missing"):
+        load_model_config(write(tmp_path, without=[field]))
+
+
+def test_files_that_are_absent_or_no_json_objects(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not JSON: .*line 1"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\x00")
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json must hold a JSON object, not list"):
+        load_model_config(tmp_path)

@@ -1,0 +1,70 @@
+"""Fixtures of the router's tests: small tokenizers made on the spot."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tokenizers
+from router_fake_scheduler import FakeScheduler
+from router_tokenizers import byte_level_bpe
+
+from router.inference import Inference
+from router.scheduler_client import SchedulerClient
+from router.tokenizer import load_tokenizer
+from rpc.health import Health
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def bpe() -> tokenizers.Tokenizer:
+    return byte_level_bpe()
+
+
+@pytest.fixture(scope="session")
+def model_dir(bpe: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    bpe.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@dataclass
+class Router:
+    """The domain service, connected to a scheduler that the test plays."""
+
+    inference: Inference
+    scheduler: FakeScheduler
+    health: Health
+    ready: asyncio.Event
+
+    def tokens(self, text: str) -> list[int]:
+        return self.inference._tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
+    scheduler = FakeScheduler(tmp_path / "s")
+    await scheduler.start()
+    health = Health()
+    ready = asyncio.Event()
+    health.on_change(lambda: ready.set() if health.ready else ready.clear())
+    client = SchedulerClient(scheduler.target, router_id="test", health=health, max_message_mb=4)
+    task = asyncio.create_task(client.run())
+    inference = Inference(
+        "tiny", load_tokenizer(model_dir), client, max_live_requests=3, tokenizer_threads=1
+    )
+    await ready.wait()
+    yield Router(inference, scheduler, health, ready)
+    inference.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled(), "the scheduler client broke"
+    await scheduler.stop()

@@ -1,0 +1,127 @@
+"""An inference service that answers from a script, and records what it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from router.domain import (
+    Event,
+    FinishReason,
+    GenerateRequest,
+    ModelInfo,
+    OutputDelta,
+    OutputFinished,
+    TokenLogprob,
+    Usage,
+)
+from rpc import telemetry
+from rpc.errors import NotFoundError
+
+Script = Callable[[GenerateRequest], AsyncIterator[Event]]
+
+MODEL = ModelInfo(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_ids=(0,))
+
+
+def spell(text: str, reason: FinishReason = FinishReason.STOP, **finish: Any) -> Script:
+    """Each output is `text`, one character per delta, and ends for `reason`."""
+
+    async def events(request: GenerateRequest) -> AsyncIterator[Event]:
+        for j in range(request.n):
+            for offset, character in enumerate(text):
+                yield delta(character, output_index=j, offset=offset, request=request)
+            yield OutputFinished(j, reason, **finish)
+        yield Usage(len(request.prompt), len(text) * request.n, 1)
+
+    return events
+
+
+def delta(
+    text: str, *, output_index: int = 0, offset: int = 0, request: GenerateRequest | None = None
+) -> OutputDelta:
+    """A token per character, whose id is the code point."""
+    token_ids = tuple(map(ord, text))
+    num_top = None if request is None else request.sampling.logprobs
+    logprobs = ()
+    if num_top is not None:
+        top = tuple((ord("A") + rank, -2.0 - rank) for rank in range(num_top))
+        logprobs = tuple(TokenLogprob(-0.5, top) for _ in token_ids)
+    return OutputDelta(output_index, offset, token_ids, text, logprobs)
+
+
+def play(events: Iterable[Event | Exception]) -> Script:
+    """The same events for every request; an exception is raised in its place."""
+    events = list(events)
+
+    async def script(_: GenerateRequest) -> AsyncIterator[Event]:
+        for event in events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    return script
+
+
+class FakeLiveRequest:
+    def __init__(self, request: GenerateRequest, events: AsyncIterator[Event]) -> None:
+        self.request_id = request.request_id
+        self.model = request.model or MODEL.id
+        self.created = 1_700_000_000
+        self.num_taken = 0
+        self.closed = asyncio.Event()
+        self._events = events
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._events)
+        self.num_taken += 1
+        return event
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class FakeInference:
+    def __init__(self) -> None:
+        self.script: Script = spell("Hi!")
+        self.refusal: Exception | None = None
+        self.requests: list[GenerateRequest] = []
+        self.lives: list[FakeLiveRequest] = []
+        self.chats: list[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]] = []
+        self.traceparents: list[str] = []
+        self.generated = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
+        if self.refusal is not None:
+            raise self.refusal
+        if request.model not in ("", MODEL.id):
+            raise NotFoundError(f"model {request.model} is not served")
+        self.requests.append(request)
+        self.traceparents.append(telemetry.inject())
+        self.lives.append(FakeLiveRequest(request, self.script(request)))
+        self.generated.set()
+        return self.lives[-1]
+
+    async def render_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> str:
+        del model
+        self.chats.append((messages, template_kwargs))
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def token_text(self, model: str, token_id: int) -> str:
+        del model
+        return chr(token_id)
+
+    def token_bytes(self, model: str, token_id: int) -> bytes:
+        return self.token_text(model, token_id).encode()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return (MODEL,)

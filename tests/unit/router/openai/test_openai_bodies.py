@@ -1,0 +1,390 @@
+"""What of a body reaches the service, and what is refused, with which message."""
+
+import asyncio
+import json
+
+import pytest
+from openai_fakes import FakeInference
+
+from router.domain import SamplingParams
+from rpc.errors import AlreadyExistsError, InvalidArgumentError
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+SHARED_FIELDS = {
+    "model": "org/tiny",
+    "n": 2,
+    "stop": ["x", "y"],
+    "temperature": 0,
+    "top_p": 0.9,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.2,
+    "seed": 5,
+    "logit_bias": {"7": -100, "8": 1.5},
+    "top_k": 4,
+    "min_p": 0.3,
+    "repetition_penalty": 1.1,
+    "min_tokens": 2,
+    "stop_token_ids": [3, 4],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "cache_salt": "salt",
+    "request_id": "mine",
+    "user": "no effect",
+    "store": False,
+}
+
+
+def expected_sampling(**own):
+    return SamplingParams(
+        temperature=0,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.3,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        seed=5,
+        logit_bias={7: -100, 8: 1.5},
+        min_tokens=2,
+        stop_token_ids=(3, 4),
+        ignore_eos=True,
+        **own,
+    )
+
+
+def check_shared(request):
+    assert (request.model, request.request_id, request.n) == ("org/tiny", "mine", 2)
+    assert request.stop == ("x", "y")
+    assert request.include_stop_str_in_output
+    assert not request.skip_special_tokens
+    assert request.cache_salt == "salt"
+
+
+async def test_every_field_of_a_completion_arrives(http, inference):
+    body = {
+        **SHARED_FIELDS,
+        "prompt": "x",
+        "max_tokens": 9,
+        "logprobs": 3,
+        "best_of": 2,
+        "echo": False,
+        "add_special_tokens": False,
+    }
+    async with http.post(COMPLETIONS, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["X-Request-Id"] == "mine"
+        assert (await response.json())["id"] == "cmpl-mine"
+    (request,) = inference.requests
+    check_shared(request)
+    assert request.sampling == expected_sampling(max_tokens=9, logprobs=3)
+    assert not request.add_special_tokens
+
+
+async def test_every_field_of_a_chat_arrives(http, inference):
+    body = {
+        **SHARED_FIELDS,
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be"}]},
+            {"role": "user", "content": "Hello", "name": "Ada"},
+        ],
+        "max_completion_tokens": 9,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    async with http.post(CHAT, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert (await response.json())["id"] == "chatcmpl-mine"
+    (request,) = inference.requests
+    check_shared(request)
+    assert request.sampling == expected_sampling(max_tokens=9, logprobs=3)
+    assert inference.chats == [
+        (
+            [
+                {"role": "system", "content": "Be"},
+                {"role": "user", "content": "Hello", "name": "Ada"},
+            ],
+            {"enable_thinking": False},
+        )
+    ]
+
+
+async def test_defaults_and_nulls_are_openais(http, inference):
+    nulls = dict.fromkeys(
+        ["temperature", "logprobs", "stop", "seed", "suffix", "echo", "best_of", "max_tokens"]
+    )
+    for body in ({"prompt": "x"}, {"prompt": "x", **nulls}):
+        async with http.post(COMPLETIONS, json=body) as response:
+            assert response.status == 200, await response.text()
+    for request in inference.requests:
+        assert request.sampling == SamplingParams(max_tokens=16)
+        assert (request.n, request.stop, request.model) == (1, (), "")
+        assert request.add_special_tokens
+
+
+async def test_the_minus_one_of_vllm_means_every_token(http, inference):
+    async with http.post(COMPLETIONS, json={"prompt": "x", "top_k": -1, "stop": "."}) as response:
+        assert response.status == 200
+    assert inference.requests[0].sampling.top_k == 0
+    assert inference.requests[0].stop == (".",)
+
+
+async def test_what_vllm_bench_sends_is_understood(http, inference):
+    completion = {
+        "model": "org/tiny",
+        "prompt": "x",
+        "repetition_penalty": 1.0,
+        "max_tokens": 3,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "min_tokens": 3,
+    }
+    chat = {
+        "model": "org/tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "max_completion_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    for path, body in ((COMPLETIONS, completion), (CHAT, chat)):
+        async with http.post(path, json=body, headers={"x-request-id": "bench-0"}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["X-Request-Id"] == "bench-0"
+            events = (await response.text()).split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        usage = json.loads(events[-3].removeprefix("data: "))
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 3
+    assert [request.request_id for request in inference.requests] == ["bench-0"] * 2
+
+
+async def refused(http, path, body, status=400, **kwargs):
+    """The error that a body is refused with; what is not bytes is sent as JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(path, data=data, **kwargs) as response:
+        assert response.status == status, await response.text()
+        assert response.content_type == "application/json"
+        assert response.headers["X-Request-Id"]
+        error = (await response.json())["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["code"] == status
+        return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"frobnicate": 3}, "frobnicate", "frobnicate is 3; there is no such field"),
+        ({"temperature": "hot"}, "temperature", 'temperature is "hot"; it must be a valid number'),
+        ({"temperature": "1"}, "temperature", 'temperature is "1"; it must be a valid number'),
+        ({"max_tokens": True}, "max_tokens", "max_tokens is true; it must be a valid integer"),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it must be a valid integer"),
+        ({"stream": 1}, "stream", "stream is 1; it must be a valid boolean"),
+        ({"temperature": float("nan")}, "temperature", "NaN; it must be a finite number"),
+        ({"stop": [".", 1]}, "stop[1]", "stop[1] is 1; it must be a valid string"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", 'has the key "x"'),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "each key must be a token id"),
+        ({"stream_options": 3, "stream": True}, "stream_options", "is 3; it must be an object"),
+        ({"stream_options": {}}, "stream_options", "it needs stream to be true"),
+        ({"stream_options": {"usage": 1}, "stream": True}, "stream_options.usage", "no such field"),
+        ({"request_id": "a\nb"}, "request_id", "request_id is"),
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": []}, "prompt", "prompt is []"),
+        ({"prompt": {"a": 1}}, "prompt", 'prompt is {"a":1}'),
+        ({"prompt": [1, "x"]}, "prompt[1]", 'prompt[1] is "x"; it must be a token id'),
+        ({"prompt": [1, True]}, "prompt[1]", "prompt[1] is true"),
+        ({"prompt": [[1], [2, 3.0]]}, "prompt[1][1]", "prompt[1][1] is 3.0"),
+        ({"prompt": [[1], 2]}, "prompt[1]", "prompt[1] is 2; it must be a list of token ids"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "prompt[1] is 1; it must be a text"),
+        ({"prompt": [None]}, "prompt[0]", "prompt[0] is null"),
+        ({"prompt": ["a"] * 1025}, "prompt", "holds 1025 prompts; one call takes at most 1024"),
+        ({"echo": True}, None, "echo is true; it is not supported"),
+        ({"echo": 0}, None, "echo is 0; it is not supported"),
+        ({"suffix": "b"}, None, 'suffix is "b"; it is not supported'),
+        ({"best_of": 3, "n": 2}, None, "best_of is 3; only one equal to n, which is 2"),
+        ({"store": True}, None, "store is true; it is not supported"),
+        ({"prompt_logprobs": 1}, None, "prompt_logprobs is 1; it is not supported"),
+    ],
+)
+async def test_bad_completion_is_refused_by_name(http, inference, fields, param, message):
+    error = await refused(http, COMPLETIONS, {"prompt": "x", **fields})
+    assert message in error["message"]
+    assert error["param"] == param
+    assert not inference.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "messages is []"),
+        ({"messages": None}, "messages", "messages is missing"),
+        ({"messages": "Hello"}, "messages", "it must be a valid list"),
+        ({"messages": ["Hello"]}, "messages[0]", 'messages[0] is "Hello"; it must be an object'),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", 'is "tool"'),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "is 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "is \"image_url\"; it must be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
+            None,
+            'tool_call_id is "y"; it is not supported',
+        ),
+        ({"tools": [{"type": "function"}]}, None, "tools is ["),
+        ({"response_format": {"type": "json_object"}}, None, "response_format is {"),
+        ({"top_logprobs": 2}, "top_logprobs", "it needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21"),
+        ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be a valid boolean"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "is 2; it must equal"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "key messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "key self"),
+        ({"prompt": "x"}, "prompt", "there is no such field"),
+    ],
+)
+async def test_bad_chat_is_refused_by_name(http, inference, fields, param, message):
+    error = await refused(http, CHAT, {"messages": HELLO, **fields})
+    assert message in error["message"]
+    assert error["param"] == param
+    assert not inference.requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 10_000 + b"}",
+        b"\x00" * 100,
+    ],
+    ids=["empty", "cut", "words", "utf8", "surrogate", "nesting", "digits", "zeros"],
+)
+async def test_what_is_not_json_is_refused(http, body):
+    error = await refused(http, COMPLETIONS, body)
+    assert "body is not valid JSON" in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"[1]", b'"x"', b"null", b"3"])
+async def test_json_that_is_no_object_is_refused(http, body):
+    error = await refused(http, COMPLETIONS, body)
+    assert "it must be an object" in error["message"]
+
+
+async def test_a_value_too_long_to_quote_is_cut(http):
+    error = await refused(http, COMPLETIONS, {"prompt": "x", "temperature": "h" * 500_000})
+    assert len(error["message"]) < 200
+    error = await refused(http, COMPLETIONS, {"prompt": {"x": "h" * 500_000}})
+    assert len(error["message"]) < 200
+
+
+async def test_a_body_of_100_mb_is_refused_from_its_headers(server):
+    reader, writer = await asyncio.open_connection(*server)
+    writer.write(
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n{"prompt": "'
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    error = json.loads(await reader.readuntil(b"}}"))["error"]
+    assert error["message"] == "body is 104857600 bytes; it must be at most 1048576"
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize("encoding", [None, "gzip"])
+async def test_a_body_without_length_is_refused_when_it_grows(http, inference, encoding):
+    async def pieces():
+        for _ in range(40):
+            yield b" " * 2**16
+
+    data = pieces() if encoding is None else b" " * (40 * 2**16)
+    async with http.post(
+        COMPLETIONS, data=data, compress=encoding, chunked=encoding is None or None
+    ) as response:
+        assert response.status == 413
+        error = (await response.json())["error"]
+    assert error["message"] == "body exceeds 1048576 bytes"
+    assert not inference.requests
+
+
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused(http):
+    error = await refused(http, COMPLETIONS, b"plain", headers={"Content-Encoding": "gzip"})
+    assert error["message"].startswith("body cannot be read")
+
+
+async def test_paths_and_methods_that_are_not_there(http):
+    async with http.get("/v1/embeddings") as response:
+        assert response.status == 404
+        assert "/v1/embeddings" in (await response.json())["error"]["message"]
+    async with http.get(COMPLETIONS) as response:
+        assert response.status == 405
+        assert "GET" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x"}, "sampling.top_p", "top_p"),
+        (COMPLETIONS, {"prompt": "x"}, "prompt", "prompt"),
+        (COMPLETIONS, {"prompt": [5]}, "prompt[0]", "prompt[0]"),
+        (COMPLETIONS, {"prompt": "x"}, "sampling.logit_bias[7]", "logit_bias[7]"),
+        (CHAT, {"messages": HELLO}, "prompt", "messages"),
+        (CHAT, {"messages": HELLO}, "sampling.max_tokens", "max_tokens"),
+        (
+            CHAT,
+            {"messages": HELLO, "max_completion_tokens": 1},
+            "sampling.max_tokens",
+            "max_completion_tokens",
+        ),
+    ],
+)
+async def test_an_error_of_the_service_names_the_field_as_the_client_does(
+    http, inference, path, fields, field, param
+):
+    inference.refusal = InvalidArgumentError(field, "is 2; it must be 1")
+    error = await refused(http, path, fields)
+    assert (error["param"], error["message"]) == (param, f"{param} is 2; it must be 1")
+
+
+async def test_a_request_id_that_is_live_is_a_conflict(http, inference):
+    inference.refusal = AlreadyExistsError("request_id mine is live")
+    await refused(http, COMPLETIONS, {"prompt": "x", "request_id": "mine"}, status=409)
+
+
+async def test_a_request_id_that_no_header_can_carry_is_refused(http):
+    error = await refused(http, COMPLETIONS, {"prompt": "x"}, headers={"X-Request-Id": "ä" * 3})
+    assert error["param"] == "X-Request-Id"
+
+
+async def test_a_bug_is_500_and_says_nothing_of_itself(http, inference: FakeInference):
+    inference.refusal = RuntimeError("a secret")
+    error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
+    assert error["message"] == "internal error"
+    assert error["type"] == "server_error"
+
+
+async def test_the_callers_trace_context_reaches_the_service(http, inference):
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with http.post(
+        COMPLETIONS, json={"prompt": "x"}, headers={"traceparent": traceparent}
+    ) as response:
+        assert response.status == 200
+    async with http.post(COMPLETIONS, json={"prompt": "x"}) as response:
+        assert response.status == 200
+    assert inference.traceparents == [traceparent, ""]

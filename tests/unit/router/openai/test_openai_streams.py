@@ -1,0 +1,120 @@
+"""Streams on the wire: exact bytes, backpressure, and clients that leave."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from openai_fakes import delta, spell
+
+from router.domain import FinishReason, OutputFinished, Usage
+from rpc.errors import UnavailableError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+async def test_a_stream_byte_for_byte(http, inference):
+    inference.script = spell("é", stop_string="\n")
+    body = {"prompt": "x", "stream": True, "request_id": "r"}
+    async with http.post("/v1/completions", json=body) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["Cache-Control"] == "no-cache"
+        text = await response.text()
+    head = '"id":"cmpl-r","object":"text_completion","created":1700000000,"model":"org/tiny"'
+    assert text == (
+        f'data: {{{head},"choices":[{{"index":0,"text":"é","logprobs":null,'
+        '"finish_reason":null}]}\n\n'
+        f'data: {{{head},"choices":[{{"index":0,"text":"","logprobs":null,'
+        '"finish_reason":"stop","stop_reason":"\\n"}]}\n\n'
+        "data: [DONE]\n\n"
+    )
+
+
+async def test_usage_is_null_until_the_last_chunk(http):
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n")]
+    *chunks, last = map(json.loads, lines[:-2])
+    assert len(chunks) == 4
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 3
+
+
+async def test_a_stream_that_fails_has_no_done(http, inference):
+    async def script(_):
+        yield delta("a")
+        raise UnavailableError("the scheduler is lost")
+
+    inference.script = script
+    async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        assert response.status == 200
+        *_, last, end = (await response.text()).split("\n\n")
+    assert end == ""
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("the scheduler is lost", 503)
+
+
+async def test_each_event_is_sent_when_it_comes(http, inference):
+    more = asyncio.Event()
+
+    async def script(_):
+        yield delta("a")
+        await more.wait()
+        yield OutputFinished(0, FinishReason.STOP)
+        yield Usage(1, 1, 0)
+
+    inference.script = script
+    async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        first = await response.content.readuntil(b"\n\n")
+        assert b'"text":"a"' in first
+        more.set()
+        assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_client_that_leaves_ends_its_requests(server, inference, stream, num_prompts):
+    async def script(_):
+        yield delta("a")
+        await asyncio.Event().wait()
+
+    inference.script = script
+    body = json.dumps({"prompt": ["x"] * num_prompts, "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection(*server)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    if stream:
+        await reader.readuntil(b'"text":"a"')
+    await inference.generated.wait()
+    writer.close()
+    await writer.wait_closed()
+    async with asyncio.timeout(10):
+        for live in inference.lives:
+            await live.closed.wait()
+    assert len(inference.lives) == num_prompts
+
+
+async def test_a_client_that_never_reads_stops_only_its_own_stream(server, http, inference):
+    def script(request):
+        return spell("x" * 100_000 if request.request_id == "sleeper" else "Hi!")(request)
+
+    inference.script = script
+    sleeper = socket.create_connection(server)
+    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = json.dumps({"prompt": "x", "stream": True, "request_id": "sleeper"}).encode()
+    sleeper.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    await inference.generated.wait()
+    (live,) = inference.lives
+    taken = -1
+    while live.num_taken != taken:  # until the socket is full, and the stream stands still
+        taken = live.num_taken
+        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (await response.json())["choices"][0]["text"] == "Hi!"
+    assert 0 < taken < 100_000
+    sleeper.close()
+    async with asyncio.timeout(10):
+        await live.closed.wait()

@@ -1,0 +1,111 @@
+"""A scheduler without a model: a real server of the contract that does what a test tells it."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+
+import grpc.aio
+
+from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from rpc.packing import pack_int32, pack_uint64
+
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+ERROR = common_pb2.FINISH_REASON_ERROR
+
+VOCAB_SIZE = 500
+MAX_MODEL_LEN = 64
+EOS = 1
+
+
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Records what the router says; says itself what the test says."""
+
+    def __init__(self, path):
+        self.target = f"unix:{path}"
+        self.submits = asyncio.Queue()
+        self.cancels = asyncio.Queue()
+        self.routers = asyncio.Queue()
+        self.vocab_size = VOCAB_SIZE
+        self.load = common_pb2.Load(num_blocks=7, num_workers=1)
+        self._step_ids = itertools.count(1)
+        self._epochs = itertools.count(1)
+        self._stream = None
+        self._server = None
+
+    async def start(self):
+        self._server = grpc.aio.server()
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.target)
+        await self._server.start()
+
+    async def stop(self):
+        """As if killed: the streams break."""
+        await self._server.stop(0)
+
+    async def Connect(self, request_iterator, context):  # noqa: N802
+        async for request in request_iterator:
+            match request.WhichOneof("message"):
+                case "hello":
+                    self._stream = context
+                    await context.write(self._welcome())
+                    self.routers.put_nowait(request.hello.router_id)
+                case "submit":
+                    self.submits.put_nowait(request.submit)
+                case "cancel":
+                    self.cancels.put_nowait(list(request.cancel.seq_keys))
+
+    async def GetSchedulerLoad(self, request, context):  # noqa: N802, ARG002
+        return scheduler_pb2.GetSchedulerLoadResponse(load=self.load)
+
+    def _welcome(self):
+        model = common_pb2.ModelInfo(
+            id="weights",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=self.vocab_size,
+            eos_token_ids=[EOS],
+        )
+        welcome = scheduler_pb2.SchedulerWelcome(epoch=next(self._epochs), model=model)
+        return scheduler_pb2.ConnectResponse(welcome=welcome)
+
+    async def step(
+        self,
+        tokens: Mapping[int, Sequence[int]] | None = None,
+        *,
+        finished: Mapping[int, int] | None = None,
+        stop_token_id: int | None = None,
+        error: common_pb2.OutputError | None = None,
+        admitted: Mapping[int, int] | None = None,
+        logprobs: Sequence[common_pb2.TokenLogprob] = (),
+    ):
+        """Sends the news of one step: new tokens, ends and cached tokens, by sequence key."""
+        pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
+        step = scheduler_pb2.StepOutput(
+            step_id=next(self._step_ids),
+            seq_keys=pack_uint64([key for key, _ in pairs]),
+            token_ids=pack_int32([token for _, token in pairs]),
+            logprobs=[
+                scheduler_pb2.IndexedLogprob(index=i, logprob=logprob)
+                for i, logprob in enumerate(logprobs)
+            ],
+            admitted=[
+                scheduler_pb2.SequenceAdmitted(seq_key=key, num_cached_tokens=cached)
+                for key, cached in (admitted or {}).items()
+            ],
+            finished=[
+                scheduler_pb2.SequenceFinished(
+                    seq_key=key, finish_reason=reason, stop_token_id=stop_token_id, error=error
+                )
+                for key, reason in (finished or {}).items()
+            ],
+        )
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
+    async def refuse(self, first_seq_key, code, message, retry_after_s=None):
+        refused = scheduler_pb2.Refused(
+            first_seq_key=first_seq_key,
+            code=code.value[0],
+            message=message,
+            retry_after_s=retry_after_s,
+        )
+        await self._stream.write(scheduler_pb2.ConnectResponse(refused=refused))

@@ -1,0 +1,142 @@
+"""A scheduler that goes away and comes back: live requests go on, exactly where they were."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+from router_fake_scheduler import LENGTH
+
+from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
+from rpc.errors import UnavailableError
+
+
+async def start(router, **kwargs):
+    live = await router.inference.generate(GenerateRequest(prompt=(5, 6, 7), **kwargs))
+    return live, await router.scheduler.submits.get()
+
+
+async def lose_scheduler(router):
+    lost = asyncio.Event()
+    router.health.on_change(lambda: None if router.health.ready else lost.set())
+    await router.scheduler.stop()
+    await lost.wait()
+
+
+async def test_not_ready_and_new_requests_are_refused_while_there_is_no_scheduler(router):
+    await lose_scheduler(router)
+    assert not router.health.ready
+    with pytest.raises(UnavailableError, match="scheduler"):
+        await router.inference.generate(GenerateRequest(prompt="a"))
+    with pytest.raises(UnavailableError):
+        await router.inference.load()
+    await router.scheduler.start()
+    await router.ready.wait()
+    live, _ = await start(router)
+    await live.aclose()
+
+
+async def test_a_live_request_is_submitted_again_with_its_tokens_and_nothing_is_lost(router):
+    live, submit = await start(router, n=2)
+    first = submit.first_seq_key
+    tokens = router.tokens("one two three 🙂 four")
+    half = len(tokens) // 2
+    await router.scheduler.step({first: tokens[:half], first + 1: tokens[:1]}, admitted={first: 2})
+    await router.scheduler.step(finished={first + 1: LENGTH})
+    events = []
+    while not any(isinstance(event, OutputFinished) for event in events):
+        events.append(await anext(live))
+
+    await lose_scheduler(router)
+    await router.scheduler.start()
+    again = await router.scheduler.submits.get()
+    assert [list(np.frombuffer(o.token_ids, "<i4")) for o in again.outputs] == [
+        tokens[:half],
+        tokens[:1],
+    ]
+    assert [o.finished for o in again.outputs] == [False, True]
+    del again.outputs[:]
+    assert again == submit
+
+    await router.scheduler.step({first: tokens[half:]}, admitted={first: 3})
+    await router.scheduler.step(finished={first: LENGTH})
+    events += [event async for event in live]
+    deltas = [e for e in events if isinstance(e, OutputDelta) and e.output_index == 0]
+    assert [t for d in deltas for t in d.token_ids] == tokens
+    assert "".join(d.text for d in deltas) == "one two three 🙂 four"
+    assert [d.token_offset for d in deltas] == [
+        sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))
+    ]
+    assert events[-1] == Usage(3, len(tokens) + 1, 2)
+
+
+async def test_requests_that_ended_while_there_was_no_scheduler_are_not_submitted_again(router):
+    left, _ = await start(router)
+    kept, submit = await start(router)
+    stopped, stopped_submit = await start(router, stop=("a",))
+    await router.scheduler.step({stopped_submit.first_seq_key: router.tokens("a")})
+    await router.scheduler.cancels.get()
+    await lose_scheduler(router)
+    await left.aclose()
+    await router.scheduler.start()
+    assert (await router.scheduler.submits.get()) == submit
+    await router.ready.wait()
+    fresh = asyncio.create_task(start(router))
+    await stopped.aclose()
+    live, fresh_submit = await fresh
+    assert fresh_submit.first_seq_key not in (submit.first_seq_key, stopped_submit.first_seq_key)
+    for request in (live, kept):
+        await request.aclose()
+
+
+async def test_a_full_queue_does_not_undo_an_acceptance(router):
+    live, submit = await start(router)
+    key = submit.first_seq_key
+    await router.scheduler.step({key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+    await lose_scheduler(router)
+    await router.scheduler.start()
+    again = await router.scheduler.submits.get()
+    await router.scheduler.refuse(
+        key, grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=0.01
+    )
+    assert await router.scheduler.submits.get() == again
+    await router.scheduler.step({key: [71]}, finished={key: LENGTH})
+    delta, finished, _ = [event async for event in live]
+    assert (delta.token_offset, delta.token_ids) == (1, (71,))
+    assert finished.reason is FinishReason.LENGTH
+
+
+async def test_a_refusal_after_acceptance_is_the_end_of_each_output(router):
+    live, submit = await start(router)
+    await router.scheduler.step({submit.first_seq_key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+    await lose_scheduler(router)
+    await router.scheduler.start()
+    await router.scheduler.submits.get()
+    await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.UNAVAILABLE, "no room")
+    finished, _ = [event async for event in live]
+    assert finished.reason is FinishReason.ERROR
+    assert finished.error.retryable
+    assert finished.error.message == "no room"
+
+
+async def test_another_vocabulary_ends_live_requests_instead_of_continuing_in_nonsense(router):
+    live, submit = await start(router)
+    await router.scheduler.step({submit.first_seq_key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+    await lose_scheduler(router)
+    router.scheduler.vocab_size += 1
+    await router.scheduler.start()
+    finished, _ = [event async for event in live]
+    assert finished.reason is FinishReason.ERROR
+    assert router.scheduler.submits.empty()
+
+
+async def test_a_scheduler_that_breaks_the_contract_is_left_and_tried_again(router):
+    live, submit = await start(router)
+    await router.scheduler.routers.get()
+    await router.scheduler._stream.write(router.scheduler._welcome())  # a second one
+    await router.scheduler.routers.get()  # a new stream
+    assert await router.scheduler.submits.get() == submit
+    await live.aclose()

@@ -1,0 +1,118 @@
+"""Reading a model directory: tokenizer, special tokens, chat template."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from router.chat_template import ChatTemplate
+from router.tokenizer import load_tokenizer
+from rpc.errors import InvalidArgumentError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def write(directory, bpe, config, **files):
+    bpe.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+    return load_tokenizer(directory)
+
+
+def test_encode_adds_special_tokens_unless_told_not_to(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [0, *plain]
+    assert tokenizer.decode([0, *plain, 1]) == "hello"
+    assert tokenizer.decode([0, *plain], skip_special_tokens=False) == "<s>hello"
+
+
+def test_truncation_and_padding_left_over_from_training_are_off(tmp_path, bpe):
+    copy = type(bpe).from_str(bpe.to_str())
+    copy.enable_truncation(2)
+    copy.enable_padding(length=50)
+    text = "the quick brown fox"
+    assert write(tmp_path, copy, {}).encode(text) == bpe.encode(text).ids
+
+
+def test_a_token_that_the_config_calls_special_is_skipped(tmp_path, bpe):
+    call = bpe.token_to_id("<tool call>")
+    assert write(tmp_path, bpe, {}).decode([call]) == "<tool call>"
+    config = {"eos_token": {"content": "<tool call>", "special": True}}
+    assert write(tmp_path, bpe, config).decode([call]) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"chat_template": "A{{ messages[0].content }}"}, {}),
+        ({"chat_template": [{"name": "rag", "template": "no"},
+                            {"name": "default", "template": "A{{ messages[0].content }}"}]}, {}),
+        ({"chat_template": "no"}, {"chat_template__jinja": "A{{ messages[0].content }}"}),
+    ],
+    ids=["string", "list", "file wins"],
+)  # fmt: skip
+def test_the_chat_template_is_found(tmp_path, bpe, config, files):
+    template = write(tmp_path, bpe, config, **files).chat_template
+    assert template.render(MESSAGES) == "Ahi"
+
+
+def test_a_model_without_a_chat_template_has_none(tmp_path, bpe):
+    assert write(tmp_path, bpe, {}).chat_template is None
+
+
+def test_special_tokens_come_from_either_file_in_either_form(tmp_path, bpe):
+    config = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}{{ eos_token }}"}
+    tokenizer = write(
+        tmp_path, bpe, config, special_tokens_map__json=json.dumps({"eos_token": "</s>"})
+    )
+    assert tokenizer.chat_template.render(MESSAGES) == "<s></s>"
+
+
+def test_templates_have_the_environment_that_they_are_written_for():
+    template = ChatTemplate(
+        "{% for m in messages %}\n"
+        "    {% if m.role == 'skip' %}{% continue %}{% endif %}\n"
+        "{{ m | tojson }}\n"
+        "{% endfor %}\n"
+        "{% generation %}G{% endgeneration %}{{ strftime_now('%Y')|length }}"
+        "{{ tools is none }}{{ add_generation_prompt }}{{ thinking }}",
+        {},
+    )
+    messages = [{"role": "skip"}, {"role": "é <b>"}]
+    assert template.render(messages, thinking=1) == '{"role": "é <b>"}\nG4TrueTrue1'
+
+
+def test_what_a_template_refuses_is_the_clients_fault_in_its_words():
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidArgumentError, match="roles must alternate") as caught:
+        template.render(MESSAGES)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",  # changes what is not its own
+        "{{ ''.__class__.__mro__ }}",  # leaves the sandbox
+        "{{ messages[0].content + 1 }}",  # content of another type than it expects
+    ],
+)
+def test_a_template_that_goes_astray_is_an_error_and_not_a_way_out(source):
+    with pytest.raises(InvalidArgumentError):
+        ChatTemplate(source + "{{ nothing.at.all }}", {}).render(MESSAGES)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_importing_the_router_imports_no_torch():
+    code = "import router.app, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,237 @@
+"""A worker without a model: its next token is a function of the sequence's tokens, and it checks
+that the scheduler keeps the contract."""
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from rpc.packing import pack_int32, unpack_int32
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+
+VOCAB_SIZE = 1000
+
+
+def read_tokens(state, token_ids):
+    """Advance the state of the fake model, in which every token so far matters."""
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 1) % 1_000_003
+    return state
+
+
+def expected_tokens(prompt, num_tokens, output_index=0):
+    """What a sequence must produce, whatever happens on the way."""
+    state, token_ids = read_tokens(17 + output_index, prompt), []
+    for _ in range(num_tokens):
+        token_ids.append(state % VOCAB_SIZE)
+        state = read_tokens(state, token_ids[-1:])
+    return token_ids
+
+
+@dataclass
+class Row:
+    token_ids: list
+    num_computed: int
+    blocks: list
+    max_total: int
+    model_state: int
+    stop_token_ids: frozenset
+    with_logprobs: bool
+    started: bool = False  # computed all its known tokens
+    stopped: bool = False
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves at `target`. Hooks: `delay` is awaited before the result of each step."""
+
+    def __init__(self, target, *, num_blocks=256, block_size=4, max_num_seqs=64, model_id="fake"):
+        self.target = target
+        self.info = worker_pb2.WorkerInfo(
+            worker_id="w",
+            device="none",
+            model=common_pb2.ModelInfo(
+                id=model_id, max_model_len=512, vocab_size=VOCAB_SIZE, eos_token_ids=[0]
+            ),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(256, max_num_seqs),
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        self.epoch = 0
+        self.attach_error = None
+        self.num_attaches = 0
+        self.rows = {}
+        self.received = []  # step ids, as batches come
+        self.answered = []  # step ids, as results go
+        self.received_one = asyncio.Condition()
+        self.paused = asyncio.Event()
+        self.paused.set()  # "not paused"
+        self.hold_results_for_batches = 0
+        self.wrong_results = None
+        self.failing_rows = frozenset()
+        self.num_top_logprobs = 20
+        self._server = None
+
+    async def start(self):
+        self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.target)
+        await self._server.start()
+        return self
+
+    async def die(self):
+        await self._server.stop(None)
+
+    def pause(self):
+        self.paused.clear()
+
+    def resume(self):
+        self.paused.set()
+
+    async def Attach(self, request, context):  # noqa: N802
+        self.num_attaches += 1
+        if self.attach_error is not None:
+            await context.abort(self.attach_error, "told to refuse")
+        if request.epoch < self.epoch:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer scheduler is here")
+        self.epoch = request.epoch
+        self.rows = {}
+        return worker_pb2.AttachResponse(worker=self.info)
+
+    async def Execute(self, batches, context):  # noqa: N802
+        queue = asyncio.Queue()
+        reader = asyncio.create_task(self._read(batches, queue))
+        try:
+            while (batch := await queue.get()) is not None:
+                if batch.epoch < self.epoch:
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale batch")
+                result = self.execute(batch)
+                await self.paused.wait()
+                await self._hold(batch)
+                self.answered.append(batch.step_id)
+                await context.write(result)
+        finally:
+            reader.cancel()
+
+    async def _read(self, batches, queue):
+        async for batch in batches:
+            async with self.received_one:
+                self.received.append(batch.step_id)
+                self.received_one.notify_all()
+            queue.put_nowait(batch)
+        queue.put_nowait(None)
+
+    async def _hold(self, batch):
+        """Keep the result until the batch after this one has come."""
+        if len(self.answered) < self.hold_results_for_batches:
+            async with self.received_one:
+                await self.received_one.wait_for(lambda: self.received[-1] > batch.step_id)
+
+    async def wait_for_batches(self, num_batches):
+        async with self.received_one:
+            await self.received_one.wait_for(lambda: len(self.received) >= num_batches)
+
+    def execute(self, batch):
+        assert not self.received or batch.step_id in self.received
+        for row in unpack_int32(batch.released_rows, "released_rows").tolist():
+            del self.rows[row]
+        for new in batch.new_sequences:
+            self._admit(new)
+        appended = zip(
+            unpack_int32(batch.appended_rows, "appended_rows").tolist(),
+            unpack_int32(batch.appended_block_ids, "appended_block_ids").tolist(),
+            strict=True,
+        )
+        for row, block in appended:
+            self.rows[row].blocks.append(block)
+        decoding = [row for row, state in self.rows.items() if self._decodes(state)]
+        assert len(decoding) == batch.num_decodes, (batch.step_id, decoding, batch.num_decodes)
+        sampling = [row for row in decoding if not self.rows[row].stopped]
+        for row in sampling:
+            self.rows[row].num_computed += 1
+        chunks = zip(
+            unpack_int32(batch.chunk_rows, "chunk_rows").tolist(),
+            unpack_int32(batch.chunk_lens, "chunk_lens").tolist(),
+            strict=True,
+        )
+        for row, length in chunks:
+            state = self.rows[row]
+            assert not state.started
+            state.num_computed += length
+            assert state.num_computed <= len(state.token_ids)
+            if state.num_computed == len(state.token_ids):
+                state.started = True
+                sampling.append(row)
+        for state in self.rows.values():
+            assert state.num_computed <= len(state.blocks) * self.info.block_size
+        return self._sample(batch, sampling)
+
+    @staticmethod
+    def _decodes(state):
+        # One that stopped counts as if it went on, up to its length: the scheduler cannot know yet.
+        return state.started and len(state.token_ids) < state.max_total
+
+    def _admit(self, new):
+        assert new.row not in self.rows
+        assert new.sampling.HasField("seed")
+        token_ids = unpack_int32(new.token_ids, "token_ids").tolist()
+        blocks = unpack_int32(new.block_ids, "block_ids").tolist()
+        assert new.num_computed_tokens < len(token_ids)
+        assert len(blocks) * self.info.block_size >= len(token_ids)
+        assert all(0 <= block < self.info.num_blocks for block in blocks)
+        self.rows[new.row] = Row(
+            token_ids=token_ids,
+            num_computed=new.num_computed_tokens,
+            blocks=blocks,
+            max_total=new.max_total_tokens,
+            model_state=read_tokens(17 + new.output_index, token_ids),
+            stop_token_ids=frozenset(new.sampling.stop_token_ids),
+            with_logprobs=new.sampling.HasField("logprobs"),
+        )
+
+    def _sample(self, batch, sampling):
+        for state in self.rows.values():
+            if state.stopped and self._decodes(state):
+                state.token_ids.append(0)  # a wasted slot
+                state.num_computed += 1
+        failed = [row for row in sampling if self.rows[row].token_ids[0] in self.failing_rows]
+        sampling = [row for row in sampling if row not in failed]
+        tokens, stopped, logprobs = [], [], []
+        for index, row in enumerate(sampling):
+            state = self.rows[row]
+            token_id = state.model_state % VOCAB_SIZE
+            state.token_ids.append(token_id)
+            state.model_state = read_tokens(state.model_state, [token_id])
+            tokens.append(token_id)
+            if token_id in state.stop_token_ids:
+                state.stopped = True
+                stopped.append(row)
+            if state.with_logprobs:
+                logprobs.append(
+                    worker_pb2.SampledLogprob(
+                        index=index,
+                        logprob=common_pb2.TokenLogprob(
+                            logprob=-float(token_id),
+                            top_token_ids=range(self.num_top_logprobs),
+                            top_logprobs=[-1.0] * self.num_top_logprobs,
+                        ),
+                    )
+                )
+        for row in failed:
+            self.rows[row].stopped = True
+        result = worker_pb2.StepResult(
+            epoch=batch.epoch,
+            step_id=batch.step_id,
+            sampled_rows=pack_int32(np.array(sampling, np.int32)),
+            sampled_token_ids=pack_int32(np.array(tokens, np.int32)),
+            stopped_rows=pack_int32(np.array(stopped, np.int32)),
+            failed_rows=pack_int32(np.array(failed, np.int32)),
+            logprobs=logprobs,
+            execute_s=0.001,
+        )
+        if self.wrong_results is not None:
+            self.wrong_results(result)
+        return result

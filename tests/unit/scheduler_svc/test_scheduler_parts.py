@@ -1,0 +1,270 @@
+"""The scheduler's small parts: placement, holding, router streams, settings, spans, metrics."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from quire.v1 import common_pb2, scheduler_pb2
+from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.packing import pack_int32, pack_uint64
+from rpc.settings import parse_settings
+from scheduler_svc import telemetry
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.plan import Admitted, Finished
+from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.domain import SubmitRequest
+from scheduler_svc.holding import HeldRequests
+from scheduler_svc.metrics import LoadCollector
+from scheduler_svc.placement import WorkerLoad, least_loaded
+from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.settings import SchedulerSettings
+
+
+def make_request(source=1, key=0, n=1, **changes):
+    return Request(source, key, f"r{key}", np.array([1, 2], np.int32), n, 5, b"", **changes)
+
+
+class TestPlacement:
+    def test_fewest_sequences_waiting_or_running(self):
+        loads = [WorkerLoad(5, 1, 10), WorkerLoad(1, 4, 10), WorkerLoad(6, 0, 10)]
+        assert least_loaded(loads, 1, can_refuse=True) == 1
+
+    def test_first_of_equals(self):
+        assert least_loaded([WorkerLoad(2, 2, 10), WorkerLoad(4, 0, 10)], 1, can_refuse=True) == 0
+
+    def test_full_queue_is_passed_over(self):
+        loads = [WorkerLoad(0, 9, 10), WorkerLoad(64, 8, 10)]
+        assert least_loaded(loads, 2, can_refuse=True) == 1
+
+    def test_no_room_anywhere(self):
+        assert least_loaded([WorkerLoad(0, 9, 10)], 2, can_refuse=True) is None
+
+    def test_accepted_request_goes_where_there_is_no_room(self):
+        loads = [WorkerLoad(0, 12, 10), WorkerLoad(0, 10, 10)]
+        assert least_loaded(loads, 2, can_refuse=False) == 1
+
+
+class TestHolding:
+    def test_requests_come_out_in_order(self):
+        held = HeldRequests()
+        commands = [SubmitRequest(make_request(key=key)) for key in (3, 1, 2)]
+        for command in commands:
+            held.add(command)
+        assert held.num_seqs == 3
+        assert held.take_all() == commands
+        assert held.num_seqs == 0
+
+    def test_cancel_ends_some_sequences_of_a_request(self):
+        held = HeldRequests()
+        held.add(SubmitRequest(make_request(key=10, n=3), was_accepted=True))
+        finished = held.cancel(1, [11, 12, 99])
+        assert [(end.seq_key, end.reason) for end in finished] == [
+            (11, FinishReason.CANCELLED),
+            (12, FinishReason.CANCELLED),
+        ]
+        (command,) = held.take_all()
+        assert command.was_accepted
+        assert [output.finished for output in command.request.outputs] == [False, True, True]
+
+    def test_cancelled_sequence_does_not_end_again(self):
+        held = HeldRequests()
+        held.add(SubmitRequest(make_request(key=10, n=2)))
+        held.cancel(1, [10])
+        assert held.cancel(1, [10]) == ()
+        assert held.num_seqs == 1
+
+    def test_request_without_live_sequences_is_forgotten(self):
+        held = HeldRequests()
+        held.add(SubmitRequest(make_request(key=10)))
+        held.cancel(1, [10])
+        assert held.take_all() == []
+
+    def test_same_key_of_another_source_is_left_alone(self):
+        held = HeldRequests()
+        held.add(SubmitRequest(make_request(source=2, key=10)))
+        assert held.cancel(1, [10]) == ()
+        held.drop_source(1)
+        assert held.num_seqs == 1
+        held.drop_source(2)
+        assert held.num_seqs == 0
+
+
+def make_output(step_id, keys, tokens, **fields):
+    return scheduler_pb2.StepOutput(
+        step_id=step_id, seq_keys=pack_uint64(keys), token_ids=pack_int32(tokens), **fields
+    )
+
+
+def make_logprob(index, logprob):
+    return scheduler_pb2.IndexedLogprob(
+        index=index, logprob=common_pb2.TokenLogprob(logprob=logprob)
+    )
+
+
+class TestRouterStream:
+    async def test_pending_outputs_become_one_message(self):
+        stream = RouterStream(1, "r", 1 << 20)
+        stream.deliver(make_output(4, [1, 2], [10, 20], logprobs=[make_logprob(1, -2.0)]))
+        stream.deliver(make_output(5, [2, 1], [21, 11], logprobs=[make_logprob(0, -3.0)]))
+        end = scheduler_pb2.SequenceFinished(seq_key=1)
+        stream.deliver(make_output(6, [], [], finished=[end]))
+        message = await stream.next_message()
+        assert message.step == make_output(
+            6,
+            [1, 2, 2, 1],
+            [10, 20, 21, 11],
+            logprobs=[make_logprob(1, -2.0), make_logprob(2, -3.0)],
+            finished=[end],
+        )
+
+    async def test_what_is_pending_comes_before_the_end(self):
+        stream = RouterStream(1, "r", 1 << 20)
+        stream.deliver(make_output(1, [1], [10]))
+        stream.refuse(scheduler_pb2.Refused(first_seq_key=9))
+        stream.end()
+        assert (await stream.next_message()).refused.first_seq_key == 9
+        assert (await stream.next_message()).step.step_id == 1
+        assert await stream.next_message() is None
+
+    async def test_waiting_ends_when_something_comes(self):
+        stream = RouterStream(1, "r", 1 << 20)
+        waiting = asyncio.create_task(stream.next_message())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stream.deliver(make_output(1, [1], [10]))
+        assert (await waiting).step.step_id == 1
+
+    @pytest.mark.parametrize("num_bytes", [0, 4000])
+    async def test_backlog_is_bounded_whatever_it_is_made_of(self, num_bytes):
+        stream = RouterStream(1, "r", 100_000)
+        num_delivered = 0
+        while not stream._ended:
+            stream.deliver(make_output(1, [], [0] * (num_bytes // 4)))
+            num_delivered += 1
+        assert num_delivered <= 100_000 // (num_bytes + 256) + 1
+        assert not stream._outputs
+        with pytest.raises(TooBusyError, match="100000 bytes"):
+            await stream.next_message()
+
+    async def test_backlog_is_what_has_not_been_sent(self):
+        stream = RouterStream(1, "r", 1000)
+        for step_id in range(20):
+            stream.deliver(make_output(step_id, [1], [2]))
+            assert (await stream.next_message()).step.step_id == step_id
+
+    def test_live_key_cannot_be_claimed_twice(self):
+        streams = RouterStreams(1 << 20)
+        stream = streams.open("r")
+        stream.claim(make_request(stream.source, key=10, n=3))
+        with pytest.raises(InvalidArgumentError, match="sequence 12 is live"):
+            stream.claim(make_request(stream.source, key=12))
+        stream.claim(make_request(stream.source, key=13))
+        streams.refuse(make_request(stream.source, key=13), TooBusyError("full"))
+        stream.claim(make_request(stream.source, key=13))
+
+    def test_news_for_a_stream_that_is_gone_is_lost(self):
+        streams = RouterStreams(1 << 20)
+        stream = streams.open("r")
+        streams.close(stream)
+        streams.deliver({stream.source: make_output(1, [1], [2])})
+        streams.refuse(make_request(stream.source), TooBusyError("full"))
+        assert streams.open("r").source != stream.source
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        "argv", [["--workers", "a:1,unix:/b"], ["--workers", "a:1", "--workers", "unix:/b"]]
+    )
+    def test_workers_are_listed_by_commas_or_one_by_one(self, argv):
+        assert parse_settings(SchedulerSettings, "q", argv).workers == ("a:1", "unix:/b")
+
+    def test_workers_come_from_the_environment(self, monkeypatch):
+        monkeypatch.setenv("QUIRE_WORKERS", "a:1,b:2")
+        assert parse_settings(SchedulerSettings, "q", []).workers == ("a:1", "b:2")
+
+    @pytest.mark.parametrize(
+        ("argv", "problem"),
+        [
+            (["--workers", "a:1,a:1"], "a:1 twice"),
+            (["--workers", ","], "no worker"),
+            (["--max-waiting", "0"], "--max-waiting: 0"),
+            (["--watermark", "1"], "--watermark: 1"),
+            (["--epoch", "0"], "--epoch: 0"),
+            (["--max-prefill-chunk", "0"], "--max-prefill-chunk: 0"),
+            (["--step-timeout-s", "0"], "--step-timeout-s: 0"),
+        ],
+    )
+    def test_wrong_value_is_named(self, argv, problem, capsys):
+        with pytest.raises(SystemExit) as caught:
+            parse_settings(SchedulerSettings, "q", argv)
+        assert caught.value.code == 2
+        assert problem in capsys.readouterr().err
+
+    def test_later_start_has_the_higher_epoch(self, monkeypatch):
+        times = iter([1_000_000_000, 1_001_000_000])
+        monkeypatch.setattr("scheduler_svc.settings.time.time_ns", lambda: next(times))
+        assert SchedulerSettings().epoch < SchedulerSettings().epoch
+
+
+class TestQueueSpans:
+    PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    @pytest.fixture
+    def recorded(self, monkeypatch):
+        spans = []
+        monkeypatch.setattr(telemetry, "record_span", lambda *span: spans.append(span))
+        return spans
+
+    def test_span_covers_the_wait(self, recorded):
+        spans = telemetry.QueueSpans()
+        spans.submitted(make_request(key=2**63, traceparent=self.PARENT))
+        spans.admitted(Admitted(1, 2**63, num_cached_tokens=32, queue_s=1.5))
+        ((name, parent, start_s, end_s, attributes),) = recorded
+        assert name == "queue"
+        assert end_s - start_s == pytest.approx(1.5)
+        assert telemetry.extract(self.PARENT) == parent
+        assert attributes["quire.num_cached_tokens"] == 32
+
+    def test_untraced_finished_and_dropped_sequences_have_none(self, recorded):
+        spans = telemetry.QueueSpans()
+        spans.submitted(make_request(key=0))
+        spans.submitted(make_request(key=1, traceparent=self.PARENT))
+        spans.submitted(make_request(source=2, key=0, traceparent=self.PARENT))
+        spans.finished(Finished(1, 1, FinishReason.CANCELLED))
+        spans.drop_source(2)
+        for source, key in ((1, 0), (1, 1), (2, 0)):
+            spans.admitted(Admitted(source, key, num_cached_tokens=0, queue_s=0))
+        assert recorded == []
+
+
+def test_metrics_show_each_attached_workers_load():
+    load = SchedulerLoad(
+        num_running=3,
+        num_waiting=2,
+        max_num_seqs=8,
+        num_blocks=100,
+        num_free_blocks=50,
+        num_cached_blocks=25,
+        block_size=16,
+        num_preemptions=1,
+        prefix_cache_queries=200,
+        prefix_cache_hits=48,
+        num_steps=7,
+    )
+    registry = CollectorRegistry()
+    registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
+    lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        'quire_worker_attached{worker="a:1"} 1.0',
+        'quire_worker_attached{worker="b:1"} 0.0',
+        'quire_num_requests_running{worker="a:1"} 3.0',
+        'quire_num_requests_waiting{worker="a:1"} 2.0',
+        'quire_kv_cache_usage_perc{worker="a:1"} 0.25',
+        'quire_prefix_cache_queries_total{worker="a:1"} 200.0',
+        'quire_prefix_cache_hits_total{worker="a:1"} 48.0',
+        'quire_num_preemptions_total{worker="a:1"} 1.0',
+    ):
+        assert line in lines
+    assert not any('running{worker="b:1"}' in line for line in lines)

@@ -1,0 +1,352 @@
+"""The scheduler process over real gRPC, between a fake worker and a fake router."""
+
+import asyncio
+
+import grpc
+import pytest
+from conftest import running_scheduler
+from scheduler_fake_worker import FakeWorker, expected_tokens
+
+from quire.v1 import common_pb2, scheduler_pb2
+from rpc.packing import pack_int32
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def is_idle(load):
+    return (
+        load.num_requests_running == load.num_requests_waiting == 0
+        and load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    )
+
+
+def num_live(load):
+    return load.num_requests_running + load.num_requests_waiting
+
+
+async def test_one_request_gets_its_tokens_and_one_end(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(7, [1, 2, 3, 4, 5], max_tokens=10)
+        await router.read_until_finished(7)
+        assert router.tokens == {7: expected_tokens([1, 2, 3, 4, 5], 10)}
+        assert router.finished[7].finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert router.admitted[7].queue_s >= 0
+        await router.wait_for_load(is_idle)
+
+
+async def test_welcome_names_epoch_and_the_length_that_the_pool_allows(folder, connect):
+    small = await FakeWorker(f"unix:{folder}/w0", num_blocks=16, block_size=4).start()
+    async with running_scheduler(folder, [small.target], epoch=77) as scheduler:
+        router = await connect(scheduler.target)
+        assert router.welcome.epoch == 77
+        assert router.welcome.model.id == "fake"
+        assert router.welcome.model.max_model_len == 64
+    await small.die()
+
+
+async def test_two_steps_are_in_flight(folder, worker, connect):
+    worker.hold_results_for_batches = 5  # result n only when batch n + 1 is there
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2, 3], max_tokens=20)
+        await router.read_until_finished(0)
+    assert router.tokens[0] == expected_tokens([1, 2, 3], 20)
+
+
+async def test_never_more_than_two_steps_are_in_flight(folder, worker, connect):
+    worker.pause()
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2, 3], max_tokens=20)
+        await worker.wait_for_batches(2)
+        await router.load()  # the engine has run since
+        assert len(worker.received) == 2
+        worker.resume()
+        await router.read_until_finished(0)
+
+
+async def test_many_sequences_share_one_message_per_step(folder, worker, connect):
+    worker.pause()
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        for key in range(50):
+            await router.submit(key, [key + 1, 2], max_tokens=12)
+        await router.wait_for_load(lambda load: num_live(load) == 50)
+        worker.resume()
+        await router.read_until_finished(*range(50))
+    assert router.tokens == {key: expected_tokens([key + 1, 2], 12) for key in range(50)}
+    assert len(router.messages) <= len(worker.answered)
+
+
+async def test_outputs_of_one_request_share_its_prompt(folder, worker, connect):
+    prompt = list(range(1, 11))
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(100, prompt, max_tokens=6, n=3)
+        await router.read_until_finished(100, 101, 102)
+    assert router.tokens == {100 + i: expected_tokens(prompt, 6, i) for i in range(3)}
+
+
+async def test_stop_token_ends_a_sequence(folder, worker, connect):
+    tokens = expected_tokens([5, 6], 10)
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [5, 6], max_tokens=10, stop_token_ids=[tokens[3]])
+        await router.read_until_finished(0)
+        assert router.finished[0].finish_reason == common_pb2.FINISH_REASON_STOP
+        assert router.finished[0].stop_token_id == tokens[3]
+        assert router.tokens[0] == tokens[:4]
+        await router.wait_for_load(is_idle)
+
+
+async def test_logprobs_go_to_the_token_they_belong_to(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router, other = await connect(scheduler.target), await connect(scheduler.target)
+        await other.submit(0, [9], max_tokens=12)
+        for key in range(6):
+            logprobs = {"logprobs": 0} if key % 2 else {}
+            await router.submit(key, [key + 1], max_tokens=9, **logprobs)
+        await router.read_until_finished(*range(6))
+        await other.read_until_finished(0)
+    assert set(router.logprobs) == {1, 3, 5}
+    for key in (1, 3, 5):
+        assert router.logprobs[key] == [-token for token in router.tokens[key]]
+    assert other.logprobs == {}
+
+
+async def test_non_finite_logits_end_a_sequence_with_an_error(folder, worker, connect):
+    worker.failing_rows = {13}
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [13, 1], max_tokens=5)
+        await router.submit(1, [1, 13], max_tokens=5)
+        await router.read_until_finished(0, 1)
+    assert router.finished[0].finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert "finite" in router.finished[0].error.message
+    assert router.tokens == {1: expected_tokens([1, 13], 5)}
+
+
+async def test_two_routers_hear_only_of_their_own_sequences(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        one, other = await connect(scheduler.target), await connect(scheduler.target)
+        for key in range(5):  # the same keys on both streams
+            await one.submit(key, [key + 1], max_tokens=7)
+            await other.submit(key, [key + 100], max_tokens=9)
+        await one.read_until_finished(*range(5))
+        await other.read_until_finished(*range(5))
+    assert one.tokens == {key: expected_tokens([key + 1], 7) for key in range(5)}
+    assert other.tokens == {key: expected_tokens([key + 100], 9) for key in range(5)}
+
+
+async def test_cancel_frees_the_blocks_within_two_steps(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2, 3], max_tokens=400)
+        await router.read_until(lambda: len(router.tokens.get(0, [])) >= 3)
+        worker.pause()
+        await router.cancel(0, 12345)
+        await router.read_until_finished(0)
+        num_received = len(worker.received)
+        worker.resume()
+        await router.wait_for_load(is_idle)
+        assert len(worker.received) - num_received <= 2
+        assert router.finished[0].finish_reason == common_pb2.FINISH_REASON_CANCELLED
+        assert 12345 not in router.finished
+
+
+async def test_router_that_disconnects_leaves_nothing_behind(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target], max_waiting=100) as scheduler:
+        gone, stays = await connect(scheduler.target), await connect(scheduler.target)
+        for key in range(80):  # 64 run, 16 wait
+            await gone.submit(key, [key + 1, 5], max_tokens=500)
+        await gone.read_until(lambda: len(gone.tokens) >= 10)
+        await stays.submit(0, [1, 2, 3], max_tokens=5)
+        await gone.disconnect()
+        await stays.wait_for_load(is_idle)
+        await stays.read_until_finished(0)
+        assert stays.tokens[0] == expected_tokens([1, 2, 3], 5)
+
+
+async def test_router_that_half_closes_is_let_go(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router, other = await connect(scheduler.target), await connect(scheduler.target)
+        await router.submit(0, [1, 2, 3], max_tokens=400)
+        await router.call.done_writing()
+        while await router.call.read() is not grpc.aio.EOF:
+            pass
+        assert await router.call.code() is grpc.StatusCode.OK
+        await other.wait_for_load(is_idle)
+
+
+async def test_router_that_does_not_read_loses_its_stream_and_nothing_piles_up(
+    folder, worker, connect
+):
+    async with running_scheduler(folder, [worker.target], max_backlog_mb=1) as scheduler:
+        slow, watcher = await connect(scheduler.target), await connect(scheduler.target)
+        worker.num_top_logprobs = 2000  # 16 kB per token
+        for key in range(16):
+            await slow.submit(key, [1, key], max_tokens=200, logprobs=20)
+        await watcher.wait_for_load(lambda load: num_live(load) > 0)
+        await watcher.wait_for_load(is_idle)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await slow.read_until_finished(*range(16))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "does not read" in caught.value.details()
+        await watcher.submit(0, [1, 2], max_tokens=3)
+        await watcher.read_until_finished(0)
+
+
+async def test_slow_router_gets_several_steps_in_one_message(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        for key in range(40):
+            await router.submit(key, [key + 1, 2], max_tokens=150, logprobs=20)
+        await router.wait_for_load(lambda load: num_live(load) > 0)
+        await router.wait_for_load(is_idle)  # all is computed, and nothing read
+        await router.read_until_finished(*range(40))
+    assert len(router.messages) < len(worker.answered)
+    for key in range(40):
+        assert router.tokens[key] == expected_tokens([key + 1, 2], 150)
+        assert router.logprobs[key] == [-token for token in router.tokens[key]]
+
+
+def submission(**changes):
+    fields = {
+        "first_seq_key": 1,
+        "n": 1,
+        "prompt_token_ids": pack_int32([1, 2]),
+        "sampling": common_pb2.SamplingParams(seed=1, max_tokens=4),
+    }
+    return scheduler_pb2.Submit(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("submit", "message"),
+    [
+        (submission(n=0), "n is 0; it must be in [1, 64]"),
+        (submission(n=2**32 - 1), "n is 4294967295; it must be in [1, 64]"),
+        (submission(prompt_token_ids=b""), "prompt_token_ids is empty"),
+        (submission(prompt_token_ids=b"abc"), "prompt_token_ids has 3 bytes"),
+        (
+            submission(prompt_token_ids=pack_int32([1, 1000])),
+            r"prompt_token_ids[1] is 1000; it must be in [0, 1000)",
+        ),
+        (submission(prompt_token_ids=pack_int32([-5])), "prompt_token_ids[0] is -5"),
+        (
+            submission(sampling=common_pb2.SamplingParams(max_tokens=4)),
+            "sampling.seed is not set",
+        ),
+        (
+            submission(sampling=common_pb2.SamplingParams(seed=1)),
+            "sampling.max_tokens is not set; it must be at least 1",
+        ),
+        (
+            submission(sampling=common_pb2.SamplingParams(seed=1, max_tokens=0)),
+            "sampling.max_tokens is 0; it must be at least 1",
+        ),
+        (
+            submission(n=3, outputs=[scheduler_pb2.OutputSoFar()]),
+            "outputs has 1 entries; it must have 0 or n = 3",
+        ),
+        (
+            submission(outputs=[scheduler_pb2.OutputSoFar(token_ids=pack_int32([2000]))]),
+            "outputs[0].token_ids[0] is 2000",
+        ),
+        (
+            submission(sampling=common_pb2.SamplingParams(seed=1, max_tokens=511)),
+            "512",
+        ),
+    ],
+)
+async def test_wrong_request_is_refused_by_name_and_the_stream_goes_on(
+    folder, worker, connect, submit, message
+):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.send(submit)
+        await router.read_until(lambda: router.refused)
+        assert router.refused[1].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert message in router.refused[1].message
+        await router.submit(2, [1], max_tokens=3)
+        await router.read_until_finished(2)
+        assert 1 not in router.finished
+
+
+async def test_key_of_a_live_sequence_is_refused_and_free_again_at_its_end(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        worker.pause()
+        await router.submit(0, [1, 2], n=3)
+        await router.submit(2, [3, 4])
+        await router.read_until(lambda: router.refused)
+        assert router.refused[2].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert "sequence 2 is live" in router.refused[2].message
+        worker.resume()
+        await router.read_until_finished(0, 1, 2)
+        del router.finished[2], router.tokens[2]
+        await router.submit(2, [3, 4])
+        await router.read_until_finished(2)
+        assert router.tokens[2] == expected_tokens([3, 4], 8)
+
+
+async def test_full_queue_is_refused_with_a_retry_hint(folder, worker, connect):
+    worker.pause()
+    async with running_scheduler(folder, [worker.target], max_waiting=3) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1], max_tokens=100)
+        await worker.wait_for_batches(2)
+        await router.submit(1, [1], n=3, max_tokens=2)
+        await router.submit(10, [1], max_tokens=2)
+        await router.read_until(lambda: router.refused)
+        refused = router.refused[10]
+        assert refused.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert refused.retry_after_s > 0
+        assert "limit is 3" in refused.message
+        worker.resume()
+        await router.read_until_finished(0, 1, 2, 3)
+
+
+async def test_stream_that_does_not_begin_with_hello_is_refused(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        call = router.stub.Connect()
+        await call.write(scheduler_pb2.ConnectRequest(submit=submission()))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "hello" in caught.value.details()
+
+
+async def test_drain_finishes_what_lives_and_refuses_what_comes(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        worker.pause()
+        await router.submit(0, [1, 2], max_tokens=30)
+        await worker.wait_for_batches(2)
+        scheduler.stop.set()
+        await asyncio.sleep(0)
+        await router.submit(1, [1, 2], max_tokens=30)
+        await router.read_until(lambda: router.refused)
+        assert router.refused[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
+        worker.resume()
+        await router.read_until_finished(0)
+        assert router.tokens[0] == expected_tokens([1, 2], 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await scheduler.task
+
+
+async def test_two_workers_share_the_requests(folder, worker, connect):
+    second = await FakeWorker(f"unix:{folder}/w1").start()
+    async with running_scheduler(folder, [worker.target, second.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        for key in range(20):
+            await router.submit(key, [key + 1, 2], max_tokens=30)
+        await router.read_until_finished(*range(20))
+        assert worker.answered
+        assert second.answered
+    await second.die()
+    assert router.tokens == {key: expected_tokens([key + 1, 2], 30) for key in range(20)}

@@ -1,0 +1,240 @@
+"""Between the messages and the scheduler's own types."""
+
+import numpy as np
+import pytest
+
+from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
+from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from scheduler_svc.core.plan import Admitted, Finished, News, NewSequence, StepPlan
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.wire.router import news_to_proto, refused_to_proto, request_from_proto
+from scheduler_svc.wire.worker import plan_to_proto, result_from_proto, worker_info_from_proto
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def make_news(entries=(), admitted=(), finished=()):
+    """`entries` are (source, key, token, result index)."""
+    columns = np.array(entries, np.int64).reshape(-1, 4).T
+    return News(
+        sources=columns[0].astype(np.int32),
+        seq_keys=columns[1].astype(np.uint64),
+        token_ids=columns[2].astype(np.int32),
+        result_index=columns[3].astype(np.int32),
+        admitted=tuple(admitted),
+        finished=tuple(finished),
+    )
+
+
+def decode(output):
+    return (
+        unpack_uint64(output.seq_keys, "seq_keys").tolist(),
+        unpack_int32(output.token_ids, "token_ids").tolist(),
+    )
+
+
+class TestNews:
+    def test_one_message_for_each_source_in_order(self):
+        news = make_news([(2, 7, 70, 0), (1, 5, 50, 1), (2, 6, 60, 2), (2, 7, 71, 3)])
+        outputs = news_to_proto(9, news, ())
+        assert {source: decode(output) for source, output in outputs.items()} == {
+            1: ([5], [50]),
+            2: ([7, 6, 7], [70, 60, 71]),
+        }
+        assert all(output.step_id == 9 for output in outputs.values())
+
+    def test_nothing_new_is_no_message(self):
+        assert news_to_proto(1, make_news(), ()) == {}
+
+    def test_ends_and_admissions_alone_are_a_message(self):
+        news = make_news(
+            admitted=[Admitted(3, 1, num_cached_tokens=16, queue_s=0.5)],
+            finished=[
+                Finished(4, 2**64 - 1, FinishReason.STOP, stop_token_id=0),
+                Finished(4, 2, FinishReason.ERROR, error="broken"),
+            ],
+        )
+        outputs = news_to_proto(1, news, ())
+        assert outputs[3].admitted[0] == scheduler_pb2.SequenceAdmitted(
+            seq_key=1, num_cached_tokens=16, queue_s=0.5
+        )
+        stop, error = outputs[4].finished
+        assert (stop.seq_key, stop.stop_token_id) == (2**64 - 1, 0)
+        assert stop.HasField("stop_token_id")
+        assert not stop.HasField("error")
+        assert not error.HasField("stop_token_id")
+        assert (error.error.code, error.error.message) == (13, "broken")
+
+    def test_every_finish_reason_has_its_own_number(self):
+        finished = [Finished(1, key, reason) for key, reason in enumerate(FinishReason)]
+        (output,) = news_to_proto(1, make_news(finished=finished), ()).values()
+        names = [common_pb2.FinishReason.Name(end.finish_reason) for end in output.finished]
+        assert names == [f"FINISH_REASON_{reason.name}" for reason in FinishReason]
+
+    def test_logprobs_follow_their_tokens_and_those_of_nobody_are_left_out(self):
+        news = make_news([(1, 5, 50, 3), (2, 6, 60, 1), (1, 7, 70, 0)])
+        logprobs = [
+            worker_pb2.SampledLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
+            for i in (0, 2, 3)
+        ]
+        outputs = news_to_proto(1, news, logprobs)
+        assert {item.index: item.logprob.logprob for item in outputs[1].logprobs} == {0: -3, 1: 0}
+        assert not outputs[2].logprobs
+
+
+def test_plan_becomes_a_batch():
+    sampling = common_pb2.SamplingParams(temperature=0.0, seed=5, logit_bias={3: 1.0})
+    plan = StepPlan(
+        step_id=4,
+        released_rows=ints(9),
+        new_sequences=(
+            NewSequence(
+                seq_id=1,
+                row=2,
+                token_ids=ints(5, 6, 7),
+                num_prompt_tokens=2,
+                num_computed_tokens=1,
+                block_ids=ints(8),
+                sampling=sampling.SerializeToString(),
+                output_index=3,
+                max_total_tokens=20,
+                traceparent="t",
+            ),
+        ),
+        appended_rows=ints(0, 1),
+        appended_block_ids=ints(30, 31),
+        copy_src_block_ids=ints(1),
+        copy_dst_block_ids=ints(2),
+        chunk_rows=ints(2),
+        chunk_lens=ints(2),
+        num_decodes=5,
+        num_scheduled_tokens=7,
+    )
+    assert plan_to_proto(plan, epoch=6, step_id_base=100) == worker_pb2.StepBatch(
+        epoch=6,
+        step_id=104,
+        released_rows=pack_int32([9]),
+        new_sequences=[
+            worker_pb2.NewSequence(
+                seq_id=1,
+                row=2,
+                token_ids=pack_int32([5, 6, 7]),
+                num_prompt_tokens=2,
+                num_computed_tokens=1,
+                block_ids=pack_int32([8]),
+                sampling=sampling,
+                max_total_tokens=20,
+                traceparent="t",
+                output_index=3,
+            )
+        ],
+        appended_rows=pack_int32([0, 1]),
+        appended_block_ids=pack_int32([30, 31]),
+        kv_commands=worker_pb2.KvCommands(
+            copy_src_block_ids=pack_int32([1]), copy_dst_block_ids=pack_int32([2])
+        ),
+        chunk_rows=pack_int32([2]),
+        chunk_lens=pack_int32([2]),
+        num_decodes=5,
+    )
+
+
+def test_result_becomes_an_outcome():
+    result = result_from_proto(
+        worker_pb2.StepResult(
+            step_id=104,
+            sampled_rows=pack_int32([0, 3]),
+            sampled_token_ids=pack_int32([7, 8]),
+            stopped_rows=pack_int32([3]),
+            failed_rows=pack_int32([1]),
+            execute_s=0.5,
+        ),
+        step_id_base=100,
+        max_num_seqs=4,
+    )
+    assert result.outcome.step_id == 4
+    assert result.outcome.sampled_rows.tolist() == [0, 3]
+    assert result.outcome.sampled_token_ids.tolist() == [7, 8]
+    assert result.outcome.stopped_rows.tolist() == [3]
+    assert result.outcome.failed_rows.tolist() == [1]
+    assert result.execute_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"sampled_rows": b"abc"}, "sampled_rows has 3 bytes"),
+        ({"sampled_rows": pack_int32([0])}, "sampled_token_ids has 0 entries"),
+        ({"stopped_rows": pack_int32([4])}, r"stopped_rows\[0\] is 4"),
+        ({"failed_rows": pack_int32([0, -1])}, r"failed_rows\[1\] is -1"),
+    ],
+)
+def test_wrong_result_is_named(fields, problem):
+    with pytest.raises(InvalidArgumentError, match=problem):
+        result_from_proto(worker_pb2.StepResult(**fields), step_id_base=0, max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    "field", ["max_num_seqs", "num_blocks", "block_size", "max_num_batched_tokens"]
+)
+def test_worker_without_room_is_named(field):
+    sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 1}
+    model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
+    assert worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **sizes)).num_blocks == 1
+    with pytest.raises(InvalidArgumentError, match=f"{field} is 0"):
+        worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **(sizes | {field: 0})))
+
+
+def test_request_keeps_all_it_was_sent_with():
+    sampling = common_pb2.SamplingParams(seed=2**64 - 1, max_tokens=9, logit_bias={3: 1.0})
+    request = request_from_proto(
+        scheduler_pb2.Submit(
+            request_id="r",
+            first_seq_key=2**64 - 2,
+            n=2,
+            prompt_token_ids=pack_int32([0, 99]),
+            sampling=sampling,
+            cache_salt="s",
+            traceparent="t",
+            outputs=[
+                scheduler_pb2.OutputSoFar(token_ids=pack_int32([5])),
+                scheduler_pb2.OutputSoFar(finished=True),
+            ],
+        ),
+        source=3,
+        vocab_size=100,
+    )
+    assert (request.source, request.first_seq_key, request.request_id) == (3, 2**64 - 2, "r")
+    assert request.prompt_token_ids.tolist() == [0, 99]
+    assert (request.n, request.max_tokens) == (2, 9)
+    assert common_pb2.SamplingParams.FromString(request.sampling) == sampling
+    assert (request.cache_salt, request.traceparent) == ("s", "t")
+    assert [(o.token_ids.tolist(), o.finished) for o in request.outputs] == [
+        ([5], False),
+        ([], True),
+    ]
+
+
+def test_keys_past_64_bits_are_refused():
+    submit = scheduler_pb2.Submit(
+        first_seq_key=2**64 - 2,
+        n=3,
+        prompt_token_ids=pack_int32([1]),
+        sampling=common_pb2.SamplingParams(seed=1, max_tokens=9),
+    )
+    with pytest.raises(InvalidArgumentError, match=f"at most {2**64 - 3}"):
+        request_from_proto(submit, source=3, vocab_size=100)
+
+
+def test_refusal_carries_code_and_hint():
+    busy = refused_to_proto(5, TooBusyError("full", retry_after_s=2.0))
+    assert (busy.first_seq_key, busy.code, busy.message, busy.retry_after_s) == (5, 8, "full", 2.0)
+    assert not refused_to_proto(5, InvalidArgumentError("n", "is 0")).HasField("retry_after_s")
+
+
+def test_large_keys_are_packed_whole():
+    (output,) = news_to_proto(1, make_news([(1, 2**62, 1, 0)]), ()).values()
+    assert output.seq_keys == pack_uint64([2**62])
