@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.executor import Decoder, Executor
+from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.sampling_params import SamplingParams
@@ -18,18 +19,14 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class TooLittleMemoryError(Exception):
-    """Not even one block fits."""
-
-
 def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
     """How many blocks fit `num_bytes`.
 
     Raises:
-        TooLittleMemoryError: none does.
+        ModelError: none does.
     """
     if num_bytes < bytes_per_block:
-        raise TooLittleMemoryError(
+        raise ModelError(
             f"KV memory is {max(num_bytes, 0) / _GIB:.3f} GiB; one block takes "
             f"{bytes_per_block / _GIB:.3f} GiB"
         )
@@ -37,7 +34,7 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
 
 
 def free_cpu_kv_bytes() -> int:
-    """KV memory on a CPU if nobody says how much: 1 GiB, or half of what is free if that is less."""
+    """KV memory on a CPU if nobody says how much: 1 GiB, or half of what is free if less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
 
 
@@ -118,5 +115,3 @@ def _run_largest_step(
     del executor
     torch.cuda.empty_cache()
     return peak
-
-

@@ -39,7 +39,7 @@ class ResultStream:
             self._changed.set()
 
     def abandon(self, error: Exception) -> None:
-        """End as soon as can be: in the place of the first result that is not there comes `error`."""
+        """End at once: `error` comes in place of the first result that is not there yet."""
         self.end(error)
         for result in self._owed:
             if not result.done():
@@ -54,7 +54,7 @@ class ResultStream:
         self._owed.clear()
 
     async def results(self) -> AsyncIterator[StepOutput]:
-        """The results in order, as they come; then the end. Raises what a step or the end raises."""
+        """The results in order, as they come; raises what a step raised, or the end."""
         while True:
             while not self._owed and not self._is_over:
                 self._changed.clear()

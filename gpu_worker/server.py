@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 import structlog
 
 from gpu_worker.result_stream import ResultStream
-from gpu_worker.step import StepOutput
-from gpu_worker.step_loop import StepLoop
+from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.wire import (
     step_input_from_proto,
     step_output_to_proto,
@@ -54,18 +53,35 @@ class _Execution:
     """Whose steps it sends; known from its first batch."""
 
 
+class Steps(Protocol):
+    """What runs the steps: `step_loop.StepLoop`, named here by what the server does with it.
+
+    The server is up before torch is imported, which that one does.
+    """
+
+    @property
+    def num_rows_used(self) -> int:
+        """Rows that hold a sequence."""
+
+    async def attach(self, attachment: int) -> None:
+        """Forget all rows; obey only `attachment` from then on."""
+
+    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+        """Queue a step; what it produces, or raises, comes in the future."""
+
+
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one scheduler at a time: the newest. Until `open` and after `drain` it refuses."""
 
     def __init__(self) -> None:
         self._info: WorkerInfo | None = None
-        self._step_loop: StepLoop | None = None
+        self._steps: Steps | None = None
         self._attachment: _Attachment | None = None
         self._is_draining = False
 
-    def open(self, info: WorkerInfo, step_loop: StepLoop) -> None:
+    def open(self, info: WorkerInfo, steps: Steps) -> None:
         """The model is there: serve it."""
-        self._info, self._step_loop = info, step_loop
+        self._info, self._steps = info, steps
 
     async def drain(self) -> None:
         """Refuse new steps and end the stream after the results that it owes."""
@@ -76,17 +92,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
         name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-        return Service(
-            name,
-            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server),
-        )
+
+        def add(server: grpc.aio.Server) -> None:
+            add_to_server = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+            add_to_server(self, server)  # type: ignore[no-untyped-call]
+
+        return Service(name, add)
 
     async def Attach(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AttachResponse:
         """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
         del context
-        info, step_loop = self._loaded()
+        info, steps = self._loaded()
         before = self._attachment
         if request.epoch == 0:
             raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
@@ -99,7 +117,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 before.results.abandon(_stale(before.epoch, request.epoch))
             else:
                 before.results.abandon(UnavailableError("the scheduler has attached again"))
-        await step_loop.attach(attachment.number)
+        await steps.attach(attachment.number)
         _log.info("attached", epoch=request.epoch, scheduler_id=request.scheduler_id)
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
 
@@ -128,9 +146,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DescribeDeviceResponse:
         """Describe the device and what it holds."""
         del request, context
-        info, step_loop = self._loaded()
+        info, steps = self._loaded()
         attachment = self._attachment or _Attachment(number=0, epoch=0)
-        state = WorkerState(attachment.epoch, attachment.done_step_id, step_loop.num_rows_used)
+        state = WorkerState(attachment.epoch, attachment.done_step_id, steps.num_rows_used)
         return worker_state_to_proto(info, state)
 
     async def _read(
@@ -149,8 +167,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _take(
         self, batch: worker_pb2.StepBatch, execution: _Execution
     ) -> "asyncio.Future[StepOutput]":
-        """Check a batch and give it to the step loop."""
-        info, step_loop = self._loaded()
+        """Check a batch and give it to what runs it."""
+        info, steps = self._loaded()
         newest = self._attachment
         if newest is None:
             raise InvalidArgumentError("epoch", f"is {batch.epoch}, which has not attached")
@@ -173,14 +191,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
         newest.last_step_id = batch.step_id
-        return step_loop.submit(newest.number, step_input_from_proto(batch, info.limits))
+        return steps.submit(newest.number, step_input_from_proto(batch, info.limits))
 
-    def _loaded(self) -> tuple[WorkerInfo, StepLoop]:
+    def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:
             raise UnavailableError("the worker is draining")
-        if self._info is None or self._step_loop is None:
+        if self._info is None or self._steps is None:
             raise UnavailableError("the model is still being loaded")
-        return self._info, self._step_loop
+        return self._info, self._steps
 
 
 def _stale(epoch: int, newest: int) -> QuireError:

@@ -51,12 +51,11 @@ _Job: TypeAlias = _Attach | _Step | _Stop
 
 
 class StepLoop:
-    """Owns the executor's thread. Its methods are called from the event loop it was made in."""
+    """Owns the executor's thread, from its construction to `stop`; called from `event_loop`."""
 
-    def __init__(self, executor: Executor) -> None:
-        """Start the thread."""
+    def __init__(self, executor: Executor, event_loop: asyncio.AbstractEventLoop) -> None:
         self._executor = executor
-        self._event_loop = asyncio.get_running_loop()
+        self._event_loop = event_loop
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None

@@ -124,9 +124,9 @@ def sampling_params_from_proto(
     )
     _require_number(f"{field}.temperature", parsed.temperature, 0, 100)
     _require_number(f"{field}.top_k", parsed.top_k, 0, vocab_size)
-    _require_number(f"{field}.top_p", parsed.top_p, math.ulp(0.0), 1)
+    _require_positive(f"{field}.top_p", parsed.top_p, 1)
     _require_number(f"{field}.min_p", parsed.min_p, 0, 1)
-    _require_number(f"{field}.repetition_penalty", parsed.repetition_penalty, math.ulp(0.0), 100)
+    _require_positive(f"{field}.repetition_penalty", parsed.repetition_penalty, 100)
     _require_number(f"{field}.presence_penalty", parsed.presence_penalty, -2, 2)
     _require_number(f"{field}.frequency_penalty", parsed.frequency_penalty, -2, 2)
     _require_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
@@ -226,6 +226,11 @@ def _require_distinct(field: str, values: Int32Array) -> None:
 def _require_number(field: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # false for NaN
         raise InvalidArgumentError(field, f"is {value}; it must be in [{least}, {most}]")
+
+
+def _require_positive(field: str, value: float, most: float) -> None:
+    if not 0 < value <= most:  # false for NaN
+        raise InvalidArgumentError(field, f"is {value}; it must be in (0, {most}]")
 
 
 def _require_count(field: str, count: int, least: int, most: int) -> None:

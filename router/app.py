@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 from aiohttp import web
@@ -16,12 +17,17 @@ from router.scheduler_client import SchedulerClient
 from router.settings import RouterSettings
 from router.tokenizer import load_tokenizer
 from rpc.health import Health
-from rpc.server import Service, serve
+from rpc.server import Addresses, Service, serve
 
 
-async def run_router(settings: RouterSettings, stop: asyncio.Event | None = None) -> None:
+async def run_router(
+    settings: RouterSettings,
+    stop: asyncio.Event | None = None,
+    on_started: Callable[[Addresses], Awaitable[None]] | None = None,
+) -> None:
     """Serves until SIGTERM, SIGINT or `stop`; live requests finish first.
 
+    `on_started` is told where it listens; it is ready once there is a scheduler.
     Raises FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and
     whatever breaks the scheduler client: a bug, which must not go on in silence.
     """
@@ -58,6 +64,7 @@ async def run_router(settings: RouterSettings, stop: asyncio.Event | None = None
             health=health,
             services=[Service(grpc_face.SERVICE_NAME, add_to_server)],
             http=http,
+            on_started=on_started,
             on_drain=inference.drain,
             stop=stop,
         )

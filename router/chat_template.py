@@ -19,6 +19,10 @@ import jinja2.sandbox
 from rpc.errors import InvalidArgumentError
 
 
+_ASTRAY = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What a template raises on messages of another shape than it expects."""
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what the assistant said, for training; here it is transparent."""
 
@@ -66,7 +70,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (jinja2.TemplateError, *_ASTRAY) as error:
             raise InvalidArgumentError(
                 "messages", f"do not fit the model's chat template: {error}"
             ) from error

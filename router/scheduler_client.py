@@ -130,6 +130,8 @@ class SchedulerClient:
                     hello=scheduler_pb2.RouterHello(router_id=self._router_id)
                 )
             )
+            if not self._draining:
+                self._health.set_starting(f"waiting for the model of {self._target}")
             message = await call.read()
             if message is _END:
                 return

@@ -22,8 +22,11 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.holding import HeldRequests, num_live_seqs
 from scheduler_svc.placement import least_loaded
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.session import Session
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto
+
+_STALL_MARGIN_S = 5.0
 
 log = structlog.get_logger()
 
@@ -61,9 +64,10 @@ class Fleet:
         Returns:
             The model, its length the least of the workers'.
         """
-        while not (models := [m for m in (e.model() for e in self._engines) if m is not None]):
+        while not (sessions := self._sessions()):
             self._attached.clear()
             await self._attached.wait()
+        models = [session.model() for session in sessions]
         return min(models, key=lambda model: model.max_model_len)
 
     def submit(self, request: Request) -> None:
@@ -95,7 +99,10 @@ class Fleet:
 
     def loads(self) -> Mapping[str, SchedulerLoad | None]:
         """Snapshot each worker's core; None: not attached."""
-        return {engine.target: engine.load() for engine in self._engines}
+        return {
+            engine.target: engine.session.load() if engine.session is not None else None
+            for engine in self._engines
+        }
 
     @property
     def num_held_seqs(self) -> int:
@@ -105,8 +112,9 @@ class Fleet:
     def describe_stall(self) -> str | None:
         """Say which step takes longer than any may; None: all is well."""
         for engine in self._engines:
-            age_s = engine.oldest_step_age_s()
-            if age_s > self._step_timeout_s:
+            age_s = engine.session.oldest_step_age_s() if engine.session is not None else 0.0
+            # The link gives a worker up after as long; here its engine does not run any more.
+            if age_s > self._step_timeout_s + _STALL_MARGIN_S:
                 return f"worker {engine.target}: a step has been in flight for {age_s:.0f} s"
         return None
 
@@ -175,7 +183,6 @@ class Fleet:
 
     def lost(self, engine: Engine, requests: tuple[Request, ...]) -> None:  # noqa: ARG002
         """Place a lost worker's requests anew, or hold them until it, or another, is there."""
-        self._show_health()
         for request in requests:
             self._place(SubmitRequest(request, was_accepted=True))
 
@@ -186,24 +193,24 @@ class Fleet:
     # --- parts ----------------------------------------------------------------------------------
 
     def _place(self, command: SubmitRequest) -> None:
-        """Post a request to the least loaded engine, or hold it if none is attached.
+        """Post a request to the least loaded engine, or hold it if none is there.
 
         Raises:
             TooBusyError: There is no room; never for one that was accepted before.
         """
         can_refuse = not command.was_accepted
         n = num_live_seqs(command.request)
-        engines = [engine for engine in self._engines if engine.is_attached]
-        if not engines:
+        sessions = self._sessions()
+        if not sessions:
             if can_refuse and self._held.num_seqs + n > self._max_waiting:
                 raise self._too_busy(self._held.num_seqs, n)
             self._held.add(command)
             return
-        loads = [engine.placement_load() for engine in engines]
+        loads = [session.placement_load() for session in sessions]
         index = least_loaded(loads, n, can_refuse=can_refuse)
         if index is None:
             raise self._too_busy(min(load.num_waiting for load in loads), n)
-        engines[index].post(command)
+        sessions[index].post(command)
 
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
         return TooBusyError(
@@ -212,20 +219,23 @@ class Fleet:
         )
 
     def _post_to_all(self, command: Command) -> None:
-        for engine in self._engines:
-            if engine.is_attached:
-                engine.post(command)
+        for session in self._sessions():
+            session.post(command)
 
     def _num_live_seqs(self) -> int:
         return self._held.num_seqs + sum(
-            engine.placement_load().num_seqs for engine in self._engines if engine.is_attached
+            session.placement_load().num_seqs for session in self._sessions()
         )
+
+    def _sessions(self) -> list[Session]:
+        """Return the sessions of the workers that are attached."""
+        return [engine.session for engine in self._engines if engine.session is not None]
 
     def _show_health(self) -> None:
         if self._is_draining:
             return
         missing = [
-            f"{engine.target} ({engine.loss})" for engine in self._engines if not engine.is_attached
+            f"{engine.target} ({engine.loss})" for engine in self._engines if engine.session is None
         ]
         if len(missing) < len(self._engines):
             self._health.set_ready()

@@ -9,7 +9,7 @@ import grpc.aio
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
-from rpc.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
+from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.worker import (
@@ -39,6 +39,8 @@ class WorkerClientConfig:
 class TimedResult:
     """A step's result, and how long the step was in flight."""
 
+    step_id: int
+    """As on the wire."""
     result: WorkerResult
     rpc_s: float
 
@@ -66,8 +68,8 @@ class WorkerLink:
     ) -> None:
         """Open the Execute stream on `channel`, which the link then owns. See `attach`."""
         self.info = info
-        self.lost: QuireError | None = None
-        """Why the worker is lost: UnavailableError, or StaleEpochError if to a newer scheduler."""
+        self.lost: UnavailableError | None = None
+        """Why the worker is lost; None: it is not."""
         self._config = config
         self._channel = channel
         self._wake = wake
@@ -105,7 +107,7 @@ class WorkerLink:
             self._watchdog.cancel()
         self._reader.cancel()
         self._call.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await asyncio.wait([self._reader])
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
@@ -116,11 +118,14 @@ class WorkerLink:
         try:
             async for message in self._call:
                 self._receive(message)
-            self._lose(UnavailableError("it ended the Execute stream"))
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
         except grpc.aio.AioRpcError as error:
-            self._lose(_loss_from_rpc_error(error))
+            # Even if it says that our epoch is stale: a worker that restarted since it was attached
+            # may say so too. Attaching again tells.
+            self._lose(_unavailable(error))
+        finally:
+            self._lose(UnavailableError("it ended the Execute stream"))
 
     def _receive(self, message: worker_pb2.StepResult) -> None:
         expected = self._in_flight[0].step_id if self._in_flight else None
@@ -134,7 +139,7 @@ class WorkerLink:
             )
         result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
         sent = self._in_flight.popleft()
-        self._results.append(TimedResult(result, self._loop.time() - sent.sent_at))
+        self._results.append(TimedResult(sent.step_id, result, self._loop.time() - sent.sent_at))
         self._wake.set()
 
     def _watch(self) -> None:
@@ -155,7 +160,8 @@ class WorkerLink:
             return
         self._watchdog = self._loop.call_at(self._in_flight[0].sent_at + timeout_s, self._watch)
 
-    def _lose(self, why: QuireError) -> None:
+    def _lose(self, why: UnavailableError) -> None:
+        """Take the first reason for the loss; the others follow from it."""
         if self.lost is None:
             self.lost = why
             self._wake.set()
@@ -192,12 +198,12 @@ async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> Worke
         )
         return worker_info_from_proto(response.worker)
     except grpc.aio.AioRpcError as error:
-        raise _loss_from_rpc_error(error) from error
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise StaleEpochError(error.details() or "the worker has a newer scheduler") from error
+        raise _unavailable(error) from error
     except InvalidArgumentError as error:
         raise UnavailableError(f"it describes itself wrongly: {error}") from error
 
 
-def _loss_from_rpc_error(error: grpc.aio.AioRpcError) -> QuireError:
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        return StaleEpochError(error.details() or "the worker has a newer scheduler")
+def _unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
     return UnavailableError(f"{error.code().name}: {error.details()}")

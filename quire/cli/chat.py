@@ -40,12 +40,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer(client: Client, settings: ChatSettings, messages: Sequence[ChatMessage]) -> str:
     """Stream the assistant's answer; Ctrl-C ends it early."""
-    prompt_token_ids = client.tokenize(messages, model=settings.model, timeout_s=settings.timeout_s)
+    prompt_token_ids = client.tokenize(
+        messages, model=settings.served_model_name, timeout_s=settings.timeout_s
+    )
     events = client.generate(
         prompt_token_ids,
         sampling_from(settings),
         timeout_s=settings.timeout_s,
-        model=settings.model,
+        model=settings.served_model_name,
     )
     text = show_one(events)
     print()

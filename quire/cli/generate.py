@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
             prompt,
             sampling_from(settings, ignore_eos=settings.ignore_eos),
             timeout_s=settings.timeout_s,
-            model=settings.model,
+            model=settings.served_model_name,
             n=settings.n,
             stop=settings.stop,
         )

@@ -31,6 +31,7 @@ _WORKER: Final = (
     "num_blocks",
     "block_size",
     "kv_cache_memory_gb",
+    "gpu_memory_utilization",
 )
 
 
@@ -160,8 +161,9 @@ def plan(
             *named,
             *("--uds", sockets[i], "--worker-id", f"worker-{i}", "--device", settings.device),
             *_flags(settings, _WORKER),
+            *_num_threads(settings),
             group=2,
-            **_worker_environment(settings, i, environment),
+            **_share(settings, i, environment),
         )
         for i in range(settings.workers)
     ]
@@ -198,16 +200,19 @@ def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.upper() not in own}
 
 
-def _worker_environment(
-    settings: UpSettings, index: int, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Give each of several workers its share of the machine."""
+def _share(settings: UpSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Give each of several workers a GPU of its own."""
     if settings.workers == 1:
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(settings.workers)]
-    share = {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
-    if "OMP_NUM_THREADS" not in environment:
-        # Else each takes every core, and they wait for one another.
-        share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // settings.workers))
-    return share
+    return {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
+
+
+def _num_threads(settings: UpSettings) -> tuple[str, ...]:
+    if settings.num_threads is not None:
+        return ("--num-threads", str(settings.num_threads))
+    if settings.workers == 1:
+        return ()
+    # Else each takes every core, and they wait for one another.
+    return ("--num-threads", str(max(1, (os.cpu_count() or 1) // settings.workers)))

@@ -23,8 +23,8 @@ class UpSettings(ProcessSettings):
     """The name that requests use; empty: the directory's name."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start; on CUDA each takes a device of its own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the workers compute; auto is cuda where there is one."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda where there is one."""
     http_port: Port = 8000
     """Port of the router's HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -37,8 +37,9 @@ class UpSettings(ProcessSettings):
     worker_http_port: Port | None = None
     """Port of the first worker's HTTP, the others' follow; 0 picks free ones. Default: the second
     after --http-port if it is free."""
-    dtype: str | None = None
-    """Number format of weights and activations, such as bfloat16; default: the worker's."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Number format of weights and activations; auto is the checkpoint's, where the device is fast
+    in it, else float32."""
     max_model_len: Positive | None = None
     """Most tokens of prompt and output together; default: the model's context."""
     max_num_seqs: Positive | None = None
@@ -50,7 +51,11 @@ class UpSettings(ProcessSettings):
     block_size: Positive | None = None
     """Tokens of one KV block; default: the worker's."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Memory for KV blocks of a worker, in GB; default: what memory allows."""
+    """Memory for KV blocks of a worker, in GiB; default: what memory allows."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
+    num_threads: Positive | None = None
+    """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     detach: bool = False
     """Return when the service is ready and leave it up; `quire down` stops it."""
     demo: bool = False
@@ -73,8 +78,8 @@ class ClientSettings(_CommandSettings):
 
     target: str = "127.0.0.1:50051"
     """The router's gRPC: host:port, or unix:/path."""
-    model: str = ""
-    """A model of the service; empty: the only one served."""
+    served_model_name: str = ""
+    """Which of the service's models; empty: the only one served."""
     max_tokens: Positive | None = None
     """Most tokens to produce; default: as many as the context has room for."""
     temperature: float | None = None

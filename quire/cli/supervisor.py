@@ -87,6 +87,8 @@ class Supervisor:
         """Make `run` stop everything; the second call ends what is left at once."""
         if self._stopping.is_set():
             self._forced.set()
+        else:
+            self._report("stopping; once more ends everything at once")
         self._stopping.set()
 
     @property
@@ -123,12 +125,12 @@ class Supervisor:
         """Run one process again and again; returns when stopping."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
-            while not stopping.done():
+            while not self._stopping.is_set():
                 child = self._start(slot)
                 started_at = time.monotonic()
                 ended = asyncio.create_task(child.wait())
                 await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if stopping.done():
+                if self._stopping.is_set():
                     ended.cancel()
                     return  # `_stop_all` sees to the child
                 child.kill()  # what it started itself and left behind

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from quire.cli import layout, ports
-from quire.cli.child import describe_exit, tail, wait_for
+from quire.cli.child import describe_exit, wait_for
 from quire.cli.command_error import CommandError
 from quire.cli.display import Display, make_display
 from quire.cli.layout import Layout
@@ -136,22 +136,23 @@ async def _welcome(
 
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
     """Fork: the child supervises, the parent waits until the service is ready."""
-    log_file = directory.log_dir / "up.log"
+    failure, report_failure = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     # No thread has been started yet, so forking is safe, and cheaper than starting Python again.
     pid = os.fork()
     if pid == 0:
-        _become_daemon(settings, planned, directory, log_file)
+        _become_daemon(settings, planned, directory, report_failure)
+    os.close(report_failure)
     directory.release()
     display = make_display()
 
     def check() -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            end = describe_exit(os.waitstatus_to_exitcode(status))
-            lines = tail(log_file, 40) or [f"the supervisor {end}"]
-            raise CommandError("\n".join(lines))
+            with os.fdopen(failure) as reported:
+                end = describe_exit(os.waitstatus_to_exitcode(status))
+                raise CommandError(reported.read() or f"the supervisor {end}")
 
     started_at = time.monotonic()
     try:
@@ -170,20 +171,21 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
 
 
 def _become_daemon(
-    settings: UpSettings, planned: Layout, directory: ServiceDir, log_file: Path
+    settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Never returns."""
+    """Supervise, away from the terminal; a failure goes to the pipe, too. Never returns."""
     code = 1
     try:
         os.setsid()
-        log = os.open(log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        log = os.open(directory.log_dir / "up.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, number in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, number)
         quiet = settings.model_copy(update={"demo": False, "verbose": False})
         code = _supervise(quiet, planned, directory, make_display())
     except CommandError as error:
-        print(f"quire: {error}", flush=True)
+        print(error)
+        os.write(report_failure, str(error).encode())
     finally:
         sys.stdout.flush()
         os._exit(code)

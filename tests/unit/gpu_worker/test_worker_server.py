@@ -46,7 +46,7 @@ async def worker(tmp_path):
     executor = Executor(
         FakeModel(), FakePool(LIMITS.num_blocks, LIMITS.block_size), LIMITS, (), torch.device("cpu")
     )
-    step_loop = StepLoop(executor)
+    step_loop = StepLoop(executor, asyncio.get_running_loop())
     service = WorkerService()
     service.open(INFO, step_loop)
     async with served(service, tmp_path / "worker.sock") as stub:
@@ -100,10 +100,10 @@ def first_batch(epoch=1, step_id=1, **changes):
 
 async def failure(call):
     """The code and message that a stream ends with, once it does."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with contextlib.suppress(grpc.aio.AioRpcError):
         while await call.read() is not grpc.aio.EOF:
             pass
-    return caught.value.code(), caught.value.details()
+    return await call.code(), await call.details()
 
 
 async def test_attach_tells_what_the_worker_has(worker):
@@ -129,8 +129,8 @@ async def test_two_batches_in_flight_are_answered_in_order(worker):
         await call.write(batch(1, step_id, num_decodes=1))
     assert tokens == continue_greedily(PROMPT, 7)
     await call.done_writing()
-    rest = [result.step_id async for result in call]
-    assert rest == [8, 9]
+    assert [(await call.read()).step_id for _ in range(2)] == [8, 9]
+    assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
     state = await worker.stub.DescribeDevice(worker_pb2.DescribeDeviceRequest())
     assert (state.epoch, state.step_id, state.num_rows_used) == (1, 9, 1)

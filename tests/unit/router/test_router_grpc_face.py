@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -23,6 +24,7 @@ class Process:
     """A running router, a client's stub, and the scheduler behind it."""
 
     stub: inference_pb2_grpc.InferenceServiceStub
+    http: str
     scheduler: FakeScheduler
     stop: asyncio.Event
     task: asyncio.Task
@@ -41,7 +43,12 @@ async def process(model_dir, tmp_path) -> AsyncIterator[Process]:
         drain_s=5,
     )
     stop = asyncio.Event()
-    task = asyncio.create_task(run_router(settings, stop))
+    addresses = asyncio.get_running_loop().create_future()
+
+    async def on_started(bound):
+        addresses.set_result(bound)
+
+    task = asyncio.create_task(run_router(settings, stop, on_started=on_started))
     async with open_channel(f"unix:{tmp_path / 'r'}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(service="quire.v1.InferenceService"), wait_for_ready=True
@@ -50,7 +57,8 @@ async def process(model_dir, tmp_path) -> AsyncIterator[Process]:
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 break
         watch.cancel()
-        yield Process(inference_pb2_grpc.InferenceServiceStub(channel), scheduler, stop, task)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        yield Process(stub, addresses.result().http, scheduler, stop, task)
         stop.set()
         await task
     await scheduler.stop()
@@ -192,9 +200,12 @@ async def test_a_client_that_cancels_or_times_out_ends_its_sequences(process):
 
     timed_out = process.stub.Generate(request(), timeout=0.2)
     first = (await process.scheduler.submits.get()).first_seq_key
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await timed_out.read()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # Both ends watch the clock: the router's word may come just before the client gives up.
+    try:
+        reasons = [response.finished.finish_reason async for response in timed_out]
+        assert reasons[0] == common_pb2.FINISH_REASON_DEADLINE
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # noqa: PT017
     assert await process.scheduler.cancels.get() == [first]
 
 
@@ -245,6 +256,25 @@ async def test_a_chat_is_tokenized_by_the_template_without_special_tokens_twice(
 async def test_the_load_is_the_schedulers(process):
     load = await process.stub.GetLoad(inference_pb2.GetLoadRequest())
     assert load.load == process.scheduler.load
+
+
+async def test_an_http_client_is_served_by_the_same_service_and_its_leaving_is_noticed(process):
+    async with aiohttp.ClientSession(f"http://{process.http}") as http:
+        body = {"model": "tiny", "prompt": "hello", "stream": True}
+        response = await post_and_answer(process, http, body)
+        assert b"data: [DONE]" in await response.read()
+        for body["stream"] in (True, False):
+            leaving = asyncio.create_task(http.post("/v1/completions", json=body))
+            first = (await process.scheduler.submits.get()).first_seq_key
+            leaving.cancel()
+            assert await process.scheduler.cancels.get() == [first]
+
+
+async def post_and_answer(process, http, body):
+    response = asyncio.create_task(http.post("/v1/completions", json=body))
+    first = (await process.scheduler.submits.get()).first_seq_key
+    await process.scheduler.step({first: [70]}, finished={first: LENGTH})
+    return await response
 
 
 async def test_a_stop_signal_lets_live_requests_finish_and_refuses_new_ones(process):

@@ -105,6 +105,17 @@ def test_a_template_that_goes_astray_is_an_error_and_not_a_way_out(source):
         ChatTemplate(source + "{{ nothing.at.all }}", {}).render(MESSAGES)
 
 
+def test_text_and_chats_become_the_tokens_that_transformers_makes(model_dir):
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(model_dir)
+    ours = load_tokenizer(model_dir)
+    text = "naïve café 🙂\n\tdef main()"
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], True)
+    chat = [*MESSAGES, {"role": "assistant", "content": "ho"}, *MESSAGES]
+    rendered = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ours.chat_template.render(chat) == rendered
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)

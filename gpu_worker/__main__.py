@@ -1,0 +1,26 @@
+"""Starts a worker: `quire-worker` or `python -m gpu_worker`."""
+
+import sys
+
+from gpu_worker.app import run_worker
+from gpu_worker.json_fields import ModelError
+from gpu_worker.settings import WorkerSettings
+from rpc import logs, telemetry
+from rpc.server import run
+from rpc.settings import parse_settings
+
+
+def main() -> None:
+    """Run a worker until SIGTERM or SIGINT."""
+    settings = parse_settings(WorkerSettings, "quire-worker")
+    logs.configure(settings.log_level, settings.log_format, "worker")
+    telemetry.configure("quire-worker", settings)
+    try:
+        run(run_worker(settings))
+    except ModelError as error:
+        sys.stderr.write(f"quire-worker: {error}\n")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

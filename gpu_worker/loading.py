@@ -1,0 +1,134 @@
+"""Loads the model and builds what executes its steps: the worker's parts that need torch."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+import torch
+
+from gpu_worker import memory, metrics
+from gpu_worker.device import device_name, pick_device, pick_dtype, set_num_threads
+from gpu_worker.executor import Decoder, Executor
+from gpu_worker.json_fields import ModelError
+from gpu_worker.kv_pool import KvPool, block_bytes
+from gpu_worker.model_config import ModelConfig, load_model_config
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.step import Limits
+from gpu_worker.step_loop import StepLoop
+from gpu_worker.weights import load_weights
+from gpu_worker.worker_info import WorkerInfo
+
+_GIB = 1024**3
+
+_log = structlog.get_logger()
+
+
+def load(
+    settings: WorkerSettings,
+    report: Callable[[str, float | None], None],
+    event_loop: asyncio.AbstractEventLoop,
+) -> tuple[WorkerInfo, StepLoop]:
+    """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
+
+    What `report` raises ends it.
+
+    Raises:
+        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+    """
+    device = pick_device(settings.device)
+    num_threads = set_num_threads(settings.num_threads)
+    config = load_model_config(settings.model)
+    dtype = pick_dtype(settings.dtype, config, device)
+    report("loading weights", 0.0)
+    model = load_weights(
+        settings.model, config, dtype, device, lambda done: report("loading weights", done)
+    )
+    report("making room for KV", None)
+    bytes_per_block = block_bytes(config, settings.block_size, dtype)
+    limits = _limits(settings, config, device)
+    num_blocks = _num_blocks(settings, model, config, limits, dtype, device)
+    limits = replace(limits, num_blocks=num_blocks)
+    pool = KvPool(config, num_blocks, settings.block_size, dtype, device)
+    metrics.KV_BYTES.set(num_blocks * bytes_per_block)
+    eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+    executor = Executor(model, pool, limits, eos_token_ids, device)
+    info = WorkerInfo(
+        worker_id=settings.worker_id,
+        device=device_name(device),
+        model_id=settings.model_id,
+        limits=limits,
+        eos_token_ids=eos_token_ids,
+        block_bytes=bytes_per_block,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    _log.info(
+        "loaded",
+        model=info.model_id,
+        device=info.device,
+        dtype=info.dtype,
+        num_threads=num_threads,
+        max_model_len=limits.max_model_len,
+        num_blocks=num_blocks,
+        kv_tokens=num_blocks * limits.block_size,
+        kv_gib=round(num_blocks * bytes_per_block / _GIB, 3),
+    )
+    if num_blocks < limits.max_blocks_per_row:
+        _log.warning(
+            "a sequence of max_model_len does not fit the KV memory",
+            max_model_len=limits.max_model_len,
+            kv_tokens=num_blocks * limits.block_size,
+        )
+    return info, StepLoop(executor, event_loop)
+
+
+def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
+    """The limits but for `num_blocks`, which is what they leave room for.
+
+    A CPU is busy with the weights of a 125M model up to some 64 rows; more would only slow each
+    other down. Its 512 tokens, and a GPU's 2048, keep the decodes beside a chunk waiting for tenths
+    of a second at most, and are enough to be bound by arithmetic.
+    """
+    is_gpu = device.type == "cuda"
+    max_model_len = settings.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
+            f"{config.max_model_len}"
+        )
+    default_tokens = 2048 if is_gpu else 512
+    # The one that is set bounds the default of the other.
+    max_num_seqs = settings.max_num_seqs or min(
+        256 if is_gpu else 64, settings.max_num_batched_tokens or default_tokens
+    )
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=(
+            settings.max_num_batched_tokens or max(default_tokens, max_num_seqs)
+        ),
+        num_blocks=0,
+        block_size=settings.block_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _num_blocks(
+    settings: WorkerSettings,
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if settings.kv_cache_memory_gb is not None:
+        num_bytes = int(settings.kv_cache_memory_gb * _GIB)
+    elif device.type == "cuda":
+        num_bytes = memory.free_gpu_kv_bytes(
+            model, config, limits, dtype, device, settings.gpu_memory_utilization
+        )
+    else:
+        num_bytes = memory.free_cpu_kv_bytes()
+    return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtype))

@@ -1,0 +1,183 @@
+"""One attachment of a worker: the only caller of its scheduler core, two steps ahead of the worker.
+
+Others `post` commands, which are applied between two steps. The session sleeps until there is a
+command, a result or a loss, so an idle one costs nothing.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.errors import QueueFullError, RequestRefusedError
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from scheduler_svc.domain import CancelSequences, Command, DropSource, ModelInfo, SubmitRequest
+from scheduler_svc.holding import live_seq_keys, num_live_seqs
+from scheduler_svc.metrics import EngineMetrics
+from scheduler_svc.placement import WorkerLoad
+from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.wire.router import finished_to_proto, news_to_proto
+from scheduler_svc.worker_client import TimedResult, WorkerLink
+
+
+class Session:
+    """A worker's link, and the core that plans for it."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        core: Scheduler,
+        *,
+        wake: asyncio.Event,
+        streams: RouterStreams,
+        spans: QueueSpans,
+        metrics: EngineMetrics,
+        on_end: Callable[[], None],
+    ) -> None:
+        """`wake` is the one that `link` sets; `on_end` is called when sequences have ended."""
+        self.has_progressed = False
+        """Whether the worker has answered a step."""
+        self._link = link
+        self._core = core
+        self._wake = wake
+        self._streams = streams
+        self._spans = spans
+        self._metrics = metrics
+        self._on_end = on_end
+        self._commands: deque[Command] = deque()
+        self._num_posted_seqs = 0
+
+    # --- for others -----------------------------------------------------------------------------
+
+    def post(self, command: Command) -> None:
+        """Have a command applied before the next step; commands apply in the order posted."""
+        if isinstance(command, SubmitRequest):
+            self._num_posted_seqs += num_live_seqs(command.request)
+        self._commands.append(command)
+        self._wake.set()
+
+    def load(self) -> SchedulerLoad:
+        """Snapshot the core."""
+        return self._core.load()
+
+    def placement_load(self) -> WorkerLoad:
+        """Say how busy the worker is, commands that are not applied yet included."""
+        load = self._core.load()
+        return WorkerLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + self._num_posted_seqs,
+            max_waiting=self._core.config.max_waiting,
+        )
+
+    def model(self) -> ModelInfo:
+        """Return the worker's model, its length as the block pool allows."""
+        model = self._link.info.model
+        return ModelInfo(
+            id=model.id,
+            max_model_len=self._core.max_request_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def oldest_step_age_s(self) -> float:
+        """Say how long the oldest step has been in flight; 0 if none is."""
+        return self._link.oldest_step_age_s()
+
+    # --- for the engine's task ------------------------------------------------------------------
+
+    async def work(self) -> None:
+        """Schedule, send, take results, until the worker is lost.
+
+        Raises:
+            UnavailableError: It is lost; `end` is what remains to be done.
+            BrokenInvariantError: A bug; going on could corrupt an output.
+        """
+        while True:
+            self._apply_commands()
+            for result in self._link.take_results():
+                self._apply_result(result)
+            if self._link.lost is not None:
+                raise self._link.lost
+            self._send_steps()
+            await self._wake.wait()
+            self._wake.clear()
+
+    def end(self) -> tuple[Request, ...]:
+        """Return every live request. What was posted before counts; nothing may be posted after."""
+        self._apply_commands()
+        return self._core.drain()
+
+    # --- parts of work --------------------------------------------------------------------------
+
+    def _send_steps(self) -> None:
+        while self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
+            started = time.perf_counter()
+            plan = self._core.schedule(time.monotonic())
+            if plan is None:
+                return
+            self._link.send(plan)
+            self._metrics.schedule.observe(time.perf_counter() - started)
+
+    def _apply_result(self, timed: TimedResult) -> None:
+        result = timed.result
+        started = time.perf_counter()
+        news = self._core.update(result.outcome)
+        self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
+        self._metrics.update.observe(time.perf_counter() - started)
+        self.has_progressed = True
+        self._metrics.step_rpc.observe(timed.rpc_s)
+        self._metrics.step_execute.observe(result.execute_s)
+        for admitted in news.admitted:
+            self._metrics.queue_time.observe(admitted.queue_s)
+            self._spans.admitted(admitted)
+        self._after(news.finished)
+
+    def _apply_commands(self) -> None:
+        self._num_posted_seqs = 0
+        while self._commands:
+            match self._commands.popleft():
+                case SubmitRequest() as command:
+                    self._submit(command)
+                case CancelSequences(source, seq_keys):
+                    finished = self._core.cancel(source, seq_keys)
+                    self._streams.deliver(finished_to_proto(finished))
+                    self._after(finished)
+                case DropSource(source):
+                    self._core.cancel_source(source)
+                    self._on_end()
+
+    def _submit(self, command: SubmitRequest) -> None:
+        request = command.request
+        try:
+            self._core.submit(request, time.monotonic())
+        except RequestRefusedError as error:
+            if not command.was_accepted:
+                self._streams.refuse(request, _refusal_from_core(error))
+                self._on_end()
+                return
+            # Its worker is lost, and this one has less room.
+            finished = tuple(
+                Finished(request.source, key, FinishReason.ERROR, error=str(error))
+                for key in live_seq_keys(request)
+            )
+            self._streams.deliver(finished_to_proto(finished))
+            self._after(finished)
+        else:
+            self._spans.submitted(request)
+
+    def _after(self, finished: tuple[Finished, ...]) -> None:
+        for item in finished:
+            self._spans.finished(item)
+        if finished:
+            self._on_end()
+
+
+def _refusal_from_core(error: RequestRefusedError) -> QuireError:
+    if isinstance(error, QueueFullError):
+        return TooBusyError(str(error))
+    return InvalidArgumentError("request", f"cannot be served: {error}")

@@ -1,0 +1,345 @@
+"""The scheduler core by example: which block goes where, in which step."""
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import News, StepId, StepOutcome, StepPlan
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+
+ROUTER = SourceId(0)
+
+
+def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
+    settings = {
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+
+
+def submit(core: Scheduler, key: int, prompt, *, max_tokens: int = 8, n: int = 1, salt: str = ""):
+    request = Request(
+        source=ROUTER,
+        first_seq_key=SeqKey(key),
+        request_id=f"request-{key}",
+        prompt_token_ids=np.array(prompt, np.int32),
+        n=n,
+        max_tokens=max_tokens,
+        sampling=b"",
+        cache_salt=salt,
+    )
+    core.submit(request, now=float(key))
+    check(core)
+
+
+def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
+    plan = core.schedule(now)
+    assert plan is not None
+    check(core)
+    return plan
+
+
+def answer(core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=()) -> News:
+    """Each of `rows` sampled token 7."""
+    outcome = StepOutcome(
+        plan.step_id,
+        np.array(rows, np.int32),
+        np.full(len(rows), 7, np.int32),
+        np.array(stopped, np.int32),
+        np.array(failed, np.int32),
+    )
+    news = core.update(outcome)
+    check(core)
+    return news
+
+
+def new(plan: StepPlan):
+    """(row, computed tokens, block ids) of each new sequence."""
+    return [(s.row, s.num_computed_tokens, s.block_ids.tolist()) for s in plan.new_sequences]
+
+
+def chunks(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+
+
+def grown(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.appended_rows.tolist(), plan.appended_block_ids.tolist(), strict=True))
+
+
+def test_a_prompt_is_computed_then_decodes_until_its_length():
+    core = make_core()
+    submit(core, 5, [1, 2, 3, 4, 5], max_tokens=3)
+    first = schedule(core, now=7.0)
+    assert new(first) == [(0, 0, [0, 1])]
+    assert (chunks(first), first.num_decodes) == ({0: 5}, 0)
+    second = schedule(core)  # before the first result is known
+    assert (chunks(second), second.num_decodes) == ({}, 1)
+    assert core.schedule(0.0) is None, "two steps are in flight"
+
+    news = answer(core, first, 0)
+    assert [(a.seq_key, a.num_cached_tokens, a.queue_s) for a in news.admitted] == [(5, 0, 2.0)]
+    assert (news.seq_keys.tolist(), news.token_ids.tolist()) == ([5], [7])
+    third = schedule(core)
+    assert third.num_decodes == 1
+    answer(core, second, 0)
+    assert core.schedule(0.0) is None, "it has its length when the third step is done"
+    news = answer(core, third, 0)
+    assert [(f.seq_key, f.reason) for f in news.finished] == [(5, FinishReason.LENGTH)]
+    assert schedule(core).released_rows.tolist() == [0]
+
+
+def test_a_table_grows_in_the_step_that_crosses_the_border():
+    core = make_core()
+    submit(core, 0, [1, 2, 3])
+    plans = [schedule(core)]
+    growth = []
+    for _ in range(6):
+        plans.append(schedule(core))
+        growth.append(grown(plans[-1]))
+        answer(core, plans[-2], 0)
+    # positions 3, 4, 5, 6, 7, 8: blocks of four
+    assert growth == [{}, {0: 1}, {}, {}, {}, {0: 2}]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_others_decode_meanwhile():
+    core = make_core(max_num_batched_tokens=8)
+    submit(core, 0, [1, 2])
+    submit(core, 1, range(20))
+    first, second = schedule(core), schedule(core)
+    assert chunks(first) == {0: 2, 1: 6}
+    assert (second.num_decodes, chunks(second)) == (1, {1: 7})
+    answer(core, first, 0)
+    assert chunks(schedule(core)) == {1: 7}
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    submit(core, 1, [1, 2, 3, 4, 5, 6, 7, 8, 10])
+    plan = schedule(core)
+    assert new(plan) == [(0, 0, [0, 1, 2]), (1, 8, [0, 1, 3])]
+    assert chunks(plan) == {0: 9, 1: 1}
+
+
+def test_the_whole_prompt_found_still_computes_its_last_block():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4, 5, 6, 7, 8])
+    submit(core, 1, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert new(schedule(core)) == [(0, 0, [0, 1]), (1, 4, [0, 2])]
+
+
+def test_another_salt_finds_nothing():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4, 5])
+    submit(core, 1, [1, 2, 3, 4, 5], salt="tenant")
+    assert new(schedule(core)) == [(0, 0, [0, 1]), (1, 0, [2, 3])]
+
+
+def test_generated_tokens_are_found_by_the_next_turn():
+    core = make_core()
+    submit(core, 0, [1, 2, 3], max_tokens=6)
+    plans = [schedule(core)]
+    while (plan := core.schedule(0.0)) is not None:
+        plans.append(plan)
+        answer(core, plans[-2], 0)
+    answer(core, plans[-1], 0)
+    submit(core, 1, [1, 2, 3, 7, 7, 7, 7, 7, 7, 2])
+    (_, num_computed, _) = new(schedule(core))[0]
+    assert num_computed == 8
+
+
+def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head():
+    core = make_core(num_blocks=4)
+    for key, prompt in enumerate(([1] * 8, [2] * 8)):  # two blocks each: 0 1, then 2 3
+        submit(core, key, prompt, max_tokens=1)
+        answer(core, schedule(core), 0)
+        assert core.schedule(0.0) is not None  # tells the worker that the row is gone
+        core.update(StepOutcome(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
+    assert core.load().num_cached_blocks == 4
+    submit(core, 2, [3] * 4, max_tokens=1)
+    assert new(schedule(core)) == [(0, 0, [1])], "the tail of the older"
+
+
+def test_cached_blocks_without_enough_free_ones_are_not_taken():
+    core = make_core(num_blocks=4)
+    submit(core, 0, [1] * 8, max_tokens=8)
+    first = schedule(core)
+    answer(core, first, 0)
+    submit(core, 1, [1] * 8 + [2] * 6, max_tokens=2)  # two found, two more needed, two free
+    submit(core, 2, [5], max_tokens=1)
+    before = [core._pool.ref_count(block) for block in range(4)]
+    plan = schedule(core)  # sequence 0 takes one of the two free blocks to grow
+    assert grown(plan) == {0: 2}
+    assert not plan.new_sequences, "first come, first served: 2 does not overtake 1"
+    assert [core._pool.ref_count(block) for block in range(4)] == [*before[:2], 1, 0]
+
+
+def test_the_watermark_keeps_room_for_the_running_to_grow():
+    core = make_core(num_blocks=4, watermark=0.5)
+    submit(core, 0, [1] * 5, max_tokens=2)
+    submit(core, 1, [2], max_tokens=2)
+    assert [row for row, _, _ in new(schedule(core))] == [0]
+
+
+def test_the_last_to_come_is_preempted_and_resumes_with_its_tokens():
+    core = make_core(num_blocks=3)
+    submit(core, 0, [1, 2, 3, 4], max_tokens=8)
+    submit(core, 1, [5, 6, 7], max_tokens=8)
+    plan = schedule(core)
+    answer(core, plan, 0, 1)
+    plan = schedule(core)
+    assert grown(plan) == {0: 2}
+    answer(core, plan, 0, 1)
+    plan = schedule(core)  # sequence 1 needs its second block, there is none, it came last
+    assert core.load().num_preemptions == 1
+    assert (plan.released_rows.tolist(), plan.num_decodes) == ([1], 1)
+    for _ in range(20):
+        if (news := answer(core, plan, 0)).finished:
+            break
+        plan = schedule(core)
+    resumed = schedule(core).new_sequences[0]
+    assert resumed.token_ids.tolist() == [5, 6, 7, 7, 7]
+    assert resumed.num_prompt_tokens == 3
+    assert [f.seq_key for f in news.finished] == [0]
+
+
+def test_siblings_share_the_prompt_and_copy_its_last_block():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4, 5, 6], n=3)
+    first = schedule(core)
+    assert new(first) == [(0, 0, [0, 1])]
+    second = schedule(core)
+    assert new(second) == [(1, 5, [0, 2]), (2, 5, [0, 3])]
+    assert chunks(second) == {1: 1, 2: 1}
+    assert second.copy_src_block_ids.tolist() == [1, 1]
+    assert second.copy_dst_block_ids.tolist() == [2, 3]
+    assert core._pool.ref_count(0) == 3
+
+
+def test_a_sibling_takes_over_when_the_first_is_cancelled():
+    core = make_core()
+    submit(core, 0, [1, 2, 3], n=2)
+    core.cancel(ROUTER, [0])
+    check(core)
+    assert [s.output_index for s in schedule(core).new_sequences] == [1]
+
+
+def test_a_token_after_the_stop_is_dropped_and_blocks_wait_for_the_step_in_flight():
+    core = make_core(num_blocks=4, enable_prefix_caching=False)
+    submit(core, 0, [1, 2, 3, 4, 5])
+    first, second = schedule(core), schedule(core)
+    news = answer(core, first, 0, stopped=[0])
+    assert [(f.reason, f.stop_token_id) for f in news.finished] == [(FinishReason.STOP, 7)]
+    assert core.load().num_free_blocks == 2, "step two may still write"
+    news = answer(core, second, 0)
+    assert news.seq_keys.tolist() == []
+    assert core.load().num_free_blocks == 4
+
+
+def test_blocks_of_broken_logits_are_found_by_nobody():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4, 5])
+    (finished,) = answer(core, schedule(core), failed=[0]).finished
+    assert finished.reason is FinishReason.ERROR
+    assert "position 5" in (finished.error or "")
+    submit(core, 1, [1, 2, 3, 4, 5])
+    assert new(schedule(core))[0][1] == 0
+
+
+def test_a_cancelled_sequence_frees_its_blocks_within_two_steps():
+    core = make_core(num_blocks=4, enable_prefix_caching=False)
+    submit(core, 0, [1, 2, 3, 4, 5])
+    plans = [schedule(core), schedule(core)]
+    (finished,) = core.cancel(ROUTER, [0, 99])
+    assert finished.reason is FinishReason.CANCELLED
+    for plan in plans:
+        assert answer(core, plan, 0).seq_keys.tolist() == []
+    assert core.load().num_free_blocks == 4
+
+
+def test_a_thousand_cancelled_requests_leave_every_block():
+    core = make_core(num_blocks=64)
+    rng = np.random.default_rng(0)
+    rows_decoding: list[int] = []
+    for key in range(1000):
+        submit(core, key, rng.integers(0, 2, rng.integers(1, 30)), n=int(rng.integers(1, 4)))
+        if (plan := core.schedule(0.0)) is not None:
+            released = set(plan.released_rows.tolist())
+            rows_decoding = [row for row in rows_decoding if row not in released]
+            answer(core, plan, *rows_decoding)
+        core.cancel_source(ROUTER)
+    while (plan := core.schedule(0.0)) is not None:
+        answer(core, plan)
+    load = core.load()
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    assert (load.num_running, load.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(64, 1), (1, 64), (30, 3)])
+def test_a_request_that_can_never_fit_is_refused_with_the_limit(prompt_len, max_tokens):
+    core = make_core(num_blocks=8, max_model_len=32 if prompt_len == 30 else 64)
+    limit = core.max_request_len
+    assert limit == 32
+    with pytest.raises(
+        RequestTooLongError, match=f"{prompt_len} tokens .* {max_tokens}; .* {limit}"
+    ):
+        submit(core, 0, [1] * prompt_len, max_tokens=max_tokens)
+
+
+def test_a_full_queue_refuses_and_says_how_full():
+    core = make_core(max_waiting=2)
+    submit(core, 0, [1], n=2)
+    with pytest.raises(QueueFullError, match=r"2 sequences wait.*the limit is 2"):
+        submit(core, 2, [1])
+
+
+def test_a_result_out_of_order_is_a_bug():
+    core = make_core()
+    submit(core, 0, [1])
+    schedule(core)
+    second = schedule(core)
+    with pytest.raises(BrokenInvariantError, match=r"result of step 2; in flight: \[1, 2\]"):
+        answer(core, second, 0)
+
+
+def test_a_lost_workers_requests_come_back_with_their_tokens():
+    core = make_core()
+    submit(core, 0, [1, 2], n=2)
+    first, second = schedule(core), schedule(core)
+    answer(core, first, 0)
+    answer(core, second, 0, 1)
+    core.cancel(ROUTER, [1])
+    (request,) = core.drain()
+    assert [(o.token_ids.tolist(), o.finished) for o in request.outputs] == [
+        ([7, 7], False),
+        ([], True),
+    ]
+
+    other = make_core()
+    other.submit(request, 0.0)
+    (resumed,) = schedule(other).new_sequences
+    assert resumed.token_ids.tolist() == [1, 2, 7, 7]
+    assert resumed.max_total_tokens == 10
+
+
+def test_the_block_hash_is_what_its_docstring_says():
+    parent = hashlib.sha256(b"quire.v1.prefix\0" + "größe".encode()).digest()
+    expected = []
+    for block in ([1, 2], [3, 70_000]):
+        parent = hashlib.sha256(parent + struct.pack("<2i", *block)).digest()
+        expected.append(parent)
+    chain = []
+    extend_chain(chain, root_hash("größe"), np.array([1, 2, 3], np.int32), 2)
+    extend_chain(chain, root_hash("größe"), np.array([1, 2, 3, 70_000, 5], np.int32), 2)
+    assert chain == expected
