@@ -97,8 +97,8 @@ class Sampler:
             num_outputs: int64[S]: tokens that the sequence has produced so far.
         """
         table = self.table
-        low, high = torch.aminmax(logits, dim=1)  # a NaN anywhere makes both NaN
-        is_finite = torch.isfinite(low) & torch.isfinite(high)
+        # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
+        is_finite = logits.sum(1).isfinite()
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -110,7 +110,7 @@ class Sampler:
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
 
-        token_ids = logits.argmax(1)
+        token_ids = _argmax(logits)
         drawn = np.nonzero(table.temperature[rows])[0]
         if len(drawn):
             self._draw(logits, token_ids, drawn, rows[drawn], positions[drawn])
@@ -208,3 +208,10 @@ class Sampler:
         chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
         top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
         return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64[S]: the first of the largest. On a CPU numpy's takes a tenth of the time of torch's."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.argmax(1)

@@ -10,6 +10,7 @@ from typing import Final
 from quire.cli.child import Child, ProcessSpec, describe_exit
 
 _LOG_LINES: Final = 15
+_LOG_LINES_RESTART: Final = 3
 _STOP_SLACK_S: Final = 5.0
 """What a process has beyond its drain to end."""
 
@@ -159,7 +160,8 @@ class Supervisor:
 
     def _after_death(self, slot: _Slot, child: Child, lived_s: float) -> None:
         end = describe_exit(child.exit_code or 0)
-        log = "".join(f"\n  | {line}" for line in child.log_tail(_LOG_LINES))
+        num_lines = _LOG_LINES_RESTART if self._started else _LOG_LINES
+        log = "".join(f"\n  | {line}" for line in child.log_tail(num_lines))
         if not self._started:
             raise StartError(f"{slot.spec.name} {end} while starting; its log ends:{log}")
         slot.num_deaths = 1 if lived_s > self._backoff.forget_after_s else slot.num_deaths + 1

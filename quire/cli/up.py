@@ -165,8 +165,7 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
         display.close()
     print(f"{planned.model_name} is up after {time.monotonic() - started_at:.1f} s (pid {pid}).")
     print(how_to_use(planned.http_address, planned.grpc_target, planned.model_name))
-    print(f"  logs            {directory.log_dir}")
-    print("  stop it         quire down", flush=True)
+    print(f"logs: {directory.log_dir}", flush=True)
     return start_demo(planned.grpc_target).wait() if settings.demo else 0
 
 

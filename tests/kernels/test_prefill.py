@@ -83,6 +83,16 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(attend, chunk, device):
         assert_close(out, at_once[start : start + chunk])
 
 
+def test_the_twin_gives_the_same_bits_when_a_prompt_is_cut_at_64():
+    paged = make_paged([200], 2, 32, 16, torch.float32, "cpu")
+    keys, values, tables, lens = paged.args
+    query = torch.randn(200, 4, 32)
+    attend = reference.paged_attention_prefill
+    at_once = attend(query, keys, values, tables, lens, starts_of([200], "cpu"), 200, 0.25)
+    starts = starts_of([72], "cpu")
+    assert torch.equal(attend(query[128:], *paged.args, starts, 72, 0.25), at_once[128:])
+
+
 def test_one_token_chunks_of_the_twin_are_decode_to_the_bit():
     paged = make_paged([30, 7], 2, 16, 8, torch.float32, "cpu")
     query = torch.randn(2, 4, 16)

@@ -230,13 +230,35 @@ async def test_running_scheduler_gives_up_when_its_batches_are_stale(folder, wor
             await scheduler.task
 
 
-async def test_process_with_a_stale_epoch_exits_with_its_own_code(folder, worker):
-    worker.epoch = 2**63
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "scheduler_svc", "--epoch", "5", "--workers", worker.target),
-        *("--uds", str(folder / "s"), "--http-port", "0"),
+async def start_process(folder, worker, *arguments):
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "scheduler_svc", "--workers", worker.target),
+        *("--uds", str(folder / "s"), "--http-port", "0", *arguments),
         stderr=asyncio.subprocess.PIPE,
     )
+
+
+async def test_process_finishes_what_lives_when_it_is_terminated(folder, worker, connect):
+    process = await start_process(folder, worker)
+    while b"worker attached" not in await process.stderr.readline():
+        pass
+    router = await connect(f"unix:{folder}/s")
+    worker.pause()
+    await router.submit(0, [1, 2], max_tokens=50)
+    await worker.wait_for_batches(2)
+    process.terminate()
+    while b"draining" not in await process.stderr.readline():
+        pass
+    worker.resume()
+    await router.read_until_finished(0)
+    assert router.tokens[0] == expected_tokens([1, 2], 50)
+    await process.communicate()
+    assert process.returncode == 0
+
+
+async def test_process_with_a_stale_epoch_exits_with_its_own_code(folder, worker):
+    worker.epoch = 2**63
+    process = await start_process(folder, worker, "--epoch", "5")
     _, errors = await process.communicate()
     assert process.returncode == 3
     assert b"a newer scheduler has taken over" in errors

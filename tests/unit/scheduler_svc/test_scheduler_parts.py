@@ -10,6 +10,7 @@ from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import InvalidArgumentError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64
 from rpc.settings import parse_settings
+from rpc.telemetry import inject
 from scheduler_svc import telemetry
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.plan import Admitted, Finished
@@ -224,7 +225,7 @@ class TestQueueSpans:
         ((name, parent, start_s, end_s, attributes),) = recorded
         assert name == "queue"
         assert end_s - start_s == pytest.approx(1.5)
-        assert telemetry.extract(self.PARENT) == parent
+        assert inject(parent) == self.PARENT
         assert attributes["quire.num_cached_tokens"] == 32
 
     def test_untraced_finished_and_dropped_sequences_have_none(self, recorded):

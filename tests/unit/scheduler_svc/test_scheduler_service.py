@@ -155,6 +155,26 @@ async def test_cancel_frees_the_blocks_within_two_steps(folder, worker, connect)
         assert 12345 not in router.finished
 
 
+async def test_a_thousand_cancelled_requests_leave_every_block_free_or_cached(
+    folder, worker, connect
+):
+    async with running_scheduler(folder, [worker.target], max_waiting=2000) as scheduler:
+        router = await connect(scheduler.target)
+        keys = range(0, 4000, 4)
+        for key in keys:
+            await router.submit(
+                key, [key % 1000, 2, 3, 4, 5, key % 7], max_tokens=300, n=1 + key % 3
+            )
+            if key >= 80:
+                await router.cancel(*range(key - 80, key - 76))
+        await router.cancel(*range(4000))
+        await router.read_until(lambda: all(key in router.finished for key in keys))
+        await router.wait_for_load(is_idle)
+        assert {end.finish_reason for end in router.finished.values()} == {
+            common_pb2.FINISH_REASON_CANCELLED
+        }
+
+
 async def test_router_that_disconnects_leaves_nothing_behind(folder, worker, connect):
     async with running_scheduler(folder, [worker.target], max_waiting=100) as scheduler:
         gone, stays = await connect(scheduler.target), await connect(scheduler.target)
