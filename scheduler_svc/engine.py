@@ -18,7 +18,7 @@ from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.worker_client import WorkerLink
 
 _FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
+_MAX_BACKOFF_S = 0.5
 
 log = structlog.get_logger()
 

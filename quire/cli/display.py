@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from quire.cli.probe import Readiness
 
@@ -18,6 +18,9 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+
+
+_MAX_STATUS_CHARS: Final = 72
 
 
 def make_display() -> Display:
@@ -38,7 +41,7 @@ class _Lines:
                 continue
             self._shown[name] = (readiness.status, quarter)
             percent = "" if readiness.progress is None else f" {readiness.progress:.0%}"
-            print(f"{name}: {readiness.status}{percent}", flush=True)
+            print(f"{name}: {_shorten(readiness.status)}{percent}", flush=True)
 
     def close(self) -> None:
         pass
@@ -70,9 +73,14 @@ class _Bars:
                 self._name_to_task[name],
                 total=None if done is None else 1.0,
                 completed=done or 0.0,
-                status=readiness.status,
+                status=_shorten(readiness.status),
             )
         self._progress.refresh()
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _shorten(status: str) -> str:
+    """Keep it to a line; the process's log has it in full."""
+    return status if len(status) <= _MAX_STATUS_CHARS else status[: _MAX_STATUS_CHARS - 1] + "…"

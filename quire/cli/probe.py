@@ -53,6 +53,6 @@ async def wait_until_ready(
             check()
             answers = await asyncio.gather(*(probe(session, a) for a in name_to_address.values()))
             for name, answer in zip(name_to_address, answers, strict=True):
-                readiness[name] = answer or STARTING
+                readiness[name] = answer or readiness[name]
             show(readiness)
             await asyncio.sleep(_POLL_S)

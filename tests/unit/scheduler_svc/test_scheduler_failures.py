@@ -6,8 +6,8 @@ import sys
 import aiohttp
 import grpc
 import pytest
-from conftest import running_scheduler
 from scheduler_fake_worker import FakeWorker, expected_tokens
+from scheduler_harness import running_scheduler
 
 from quire.v1 import common_pb2
 from rpc.errors import StaleEpochError

@@ -1,6 +1,7 @@
 """The scheduler's small parts: placement, holding, router streams, settings, spans, metrics."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.health import Health
 from rpc.packing import pack_int32, pack_uint64
 from rpc.settings import parse_settings
 from rpc.telemetry import inject
@@ -16,6 +18,7 @@ from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.plan import Admitted, Finished
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.domain import SubmitRequest
+from scheduler_svc.fleet import Fleet
 from scheduler_svc.holding import HeldRequests
 from scheduler_svc.metrics import LoadCollector
 from scheduler_svc.placement import WorkerLoad, least_loaded
@@ -269,3 +272,22 @@ def test_metrics_show_each_attached_workers_load():
     ):
         assert line in lines
     assert not any('running{worker="b:1"}' in line for line in lines)
+
+
+@pytest.mark.parametrize(("age_s", "is_stalled"), [(0.0, False), (60.0, False), (66.0, True)])
+def test_step_that_nobody_gives_up_is_a_liveness_failure(age_s, is_stalled):
+    fleet = Fleet(
+        streams=RouterStreams(1 << 20),
+        spans=telemetry.QueueSpans(),
+        health=Health(),
+        max_waiting=1,
+        step_timeout_s=60.0,
+    )
+    session = SimpleNamespace(oldest_step_age_s=lambda: age_s)
+    fleet._engines = (
+        SimpleNamespace(target="a:1", session=None),
+        SimpleNamespace(target="b:1", session=session),
+    )
+    problem = fleet.describe_stall()
+    assert (problem is not None) == is_stalled
+    assert not is_stalled or "b:1" in problem

@@ -18,7 +18,7 @@ async def server(inference) -> AsyncIterator[tuple[str, int]]:
     """The face on a loopback port, run as `rpc.server` runs it."""
     app = web.Application()
     app.add_routes(routes(inference, max_body_bytes=2**20))
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield runner.addresses[0]

@@ -1,0 +1,39 @@
+"""Stands in for a service process: answers /ready as told by FAKE_* and ends at SIGTERM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def run(name: str) -> None:
+    folder = Path(os.environ["FAKE_DIR"])
+    record = {"argv": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}
+    unfinished = folder / f"{name}.tmp"
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(folder / f"{name}.json")
+    if os.environ.get("FAKE_FAILS") == name:
+        sys.exit("fake: there is no such thing as weights")
+    if os.environ.get("FAKE_IGNORES_SIGTERM") == name:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ.get("FAKE_HAS_CHILD") == name:
+        child = subprocess.Popen(["sleep", "600"])
+        (folder / f"{name}.child").write_text(str(child.pid))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            not_ready = (folder / f"{name}.not-ready").exists()
+            body = {"status": "loading", "progress": 0.5} if not_ready else {"status": "ready"}
+            self.send_response(503 if not_ready else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    port = int(sys.argv[sys.argv.index("--http-port") + 1])
+    print(f"fake {name} listens", flush=True)
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

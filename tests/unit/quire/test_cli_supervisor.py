@@ -1,0 +1,170 @@
+"""The supervisor against children that are small scripts."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.child import ProcessSpec
+from quire.cli.supervisor import Backoff, Running, StartError, Supervisor
+
+SLEEPS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+IGNORES_SIGTERM = (
+    "import signal, pathlib, sys\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "pathlib.Path(sys.argv[1]).touch()\n"
+    "while True: signal.pause()\n"
+)
+FAILS = "import sys; print('first line'); sys.exit('there are no weights')"
+
+
+def spec(name: str, code: str, *argv: str, stop_group: int = 0) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code, *argv), "", stop_group)
+
+
+class Harness:
+    """A supervisor whose reports and changes can be waited for."""
+
+    def __init__(self, specs: list[ProcessSpec], log_dir: Path, drain_s: float = 10.0) -> None:
+        self.reports: list[str] = []
+        self._changed = asyncio.Condition()
+        self.supervisor = Supervisor(
+            specs,
+            log_dir,
+            drain_s=drain_s,
+            report=self.reports.append,
+            on_change=self._on_change,
+            backoff=Backoff(first_s=0.0),
+        )
+        self._waiters: list[asyncio.Event] = []
+        self.task = asyncio.create_task(self.supervisor.run())
+
+    def _on_change(self, _: object) -> None:
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def until(self, condition) -> list[Running]:
+        changed = asyncio.Event()
+        self._waiters.append(changed)
+        while not condition(self.supervisor.running):
+            await asyncio.wait_for(changed.wait(), 20)
+            changed.clear()
+        return self.supervisor.running
+
+    async def all_running(self) -> list[Running]:
+        return await self.until(lambda running: all(r.pid is not None for r in running))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until_exists(path: Path) -> None:
+    async with asyncio.timeout(20):
+        while not path.exists():  # noqa: ASYNC110 - a file of another process
+            await asyncio.sleep(0.01)
+
+
+async def test_stop_ends_every_child_and_reports_no_kill(tmp_path: Path):
+    harness = Harness([spec("a", SLEEPS), spec("b", SLEEPS, stop_group=1)], tmp_path)
+    running = await harness.all_running()
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+    assert not any(is_alive(each.pid) for each in running if each.pid)
+    assert harness.reports == ["stopping; once more ends everything at once"]
+
+
+async def test_child_that_dies_is_restarted_under_a_new_pid(tmp_path: Path):
+    harness = Harness([spec("a", SLEEPS), spec("b", SLEEPS)], tmp_path)
+    first = await harness.all_running()
+    harness.supervisor.mark_started()
+    assert first[0].pid is not None
+    os.kill(first[0].pid, signal.SIGKILL)
+    second = await harness.until(lambda running: running[0].num_restarts == 1 and running[0].pid)
+    assert second[0].pid != first[0].pid
+    assert second[1] == first[1]
+    assert f"a (pid {first[0].pid}) was ended by SIGKILL after" in harness.reports[0]
+    assert harness.reports[1] == f"a started again as pid {second[0].pid}"
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+
+
+async def test_child_that_ends_while_starting_fails_the_start_with_its_log(tmp_path: Path):
+    harness = Harness([spec("good", SLEEPS), spec("bad", FAILS)], tmp_path)
+    with pytest.raises(StartError) as failure:
+        await asyncio.wait_for(harness.task, 20)
+    message = str(failure.value)
+    assert "bad ended with exit code 1 while starting" in message
+    assert "| first line" in message
+    assert "| there are no weights" in message
+    good = harness.supervisor.running[0]
+    assert good.pid is None or not is_alive(good.pid)
+
+
+async def test_program_that_is_missing_fails_the_start_by_name(tmp_path: Path):
+    missing = ProcessSpec("a", ("/nowhere/program",), "")
+    harness = Harness([missing], tmp_path)
+    with pytest.raises(StartError, match="a cannot be started: /nowhere/program: No such file"):
+        await asyncio.wait_for(harness.task, 20)
+
+
+async def test_second_stop_kills_what_does_not_end(tmp_path: Path):
+    flag = tmp_path / "ready"
+    harness = Harness([spec("a", IGNORES_SIGTERM, str(flag))], tmp_path, drain_s=1000)
+    (running,) = await harness.all_running()
+    await until_exists(flag)
+    harness.supervisor.stop()
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+    assert running.pid is not None
+    assert not is_alive(running.pid)
+
+
+async def test_groups_stop_in_order(tmp_path: Path):
+    order = tmp_path / "order"
+    code = (
+        "import signal, sys, pathlib\n"
+        "def end(*_):\n"
+        f"    with open({str(order)!r}, 'a') as f: f.write(sys.argv[1])\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        f"pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()\n"
+        "while True: signal.pause()\n"
+    )
+    specs = [spec(name, code, name, stop_group=ord(name)) for name in "cab"]
+    harness = Harness(specs, tmp_path)
+    for name in "cab":
+        await until_exists(tmp_path / name)
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+    assert order.read_text() == "abc"
+
+
+async def test_what_a_child_started_ends_with_it(tmp_path: Path):
+    code = (
+        "import subprocess, signal, sys, pathlib\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"tmp = pathlib.Path({str(tmp_path)!r})\n"
+        "(tmp / 'pid.tmp').write_text(str(child.pid)); (tmp / 'pid.tmp').rename(tmp / 'pid')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "while True: signal.pause()\n"
+    )
+    harness = Harness([spec("a", code)], tmp_path)
+    await until_exists(tmp_path / "pid")
+    grandchild = int((tmp_path / "pid").read_text())
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+    state = Path(f"/proc/{grandchild}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_backoff_doubles_up_to_its_limit():
+    backoff = Backoff(first_s=0.5, most_s=3.0)
+    assert [backoff.delay_s(n) for n in (1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]

@@ -1,0 +1,138 @@
+"""A scheduler process in the test's own event loop, and a fake router."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from rpc.channel import open_channel
+from rpc.packing import pack_int32, unpack_int32, unpack_uint64
+from scheduler_svc.app import run_scheduler
+from scheduler_svc.settings import SchedulerSettings
+
+
+@dataclass
+class RunningScheduler:
+    target: str
+    http: str
+    registry: CollectorRegistry
+    task: asyncio.Task
+    stop: asyncio.Event
+
+
+@contextlib.asynccontextmanager
+async def running_scheduler(folder, workers, **options):
+    """Run a scheduler for as long as the block; it drains at the end."""
+    registry = CollectorRegistry()
+    started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+    async def on_started(addresses):
+        started.set_result(addresses)
+
+    settings = SchedulerSettings(
+        uds=folder / options.pop("socket", "s"),
+        http_port=0,
+        workers=tuple(workers),
+        **{"drain_s": 10, **options},
+    )
+    task = asyncio.create_task(
+        run_scheduler(settings, registry=registry, on_started=on_started, stop=stop)
+    )
+    await asyncio.wait([started, task], return_when=asyncio.FIRST_COMPLETED)
+    addresses = started.result()
+    try:
+        yield RunningScheduler(addresses.grpc, addresses.http, registry, task, stop)
+    finally:
+        stop.set()
+        await task
+
+
+class FakeRouter:
+    """A router's end of the stream: submits, and keeps what it hears."""
+
+    def __init__(self, target):
+        self.channel = open_channel(target)
+        self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
+        self.call = self.stub.Connect()
+        self.messages = []
+        self.tokens = {}  # by seq key
+        self.finished = {}  # SequenceFinished by seq key
+        self.admitted = {}
+        self.logprobs = {}  # by seq key, parallel to tokens
+        self.refused = {}  # by first seq key
+        self.welcome = None
+
+    async def connect(self):
+        hello = scheduler_pb2.RouterHello(router_id="r")
+        await self.call.write(scheduler_pb2.ConnectRequest(hello=hello))
+        self.welcome = (await self.call.read()).welcome
+        return self
+
+    async def submit(self, key, prompt, *, max_tokens=8, n=1, outputs=(), **sampling):
+        await self.send(
+            scheduler_pb2.Submit(
+                request_id=f"request-{key}",
+                first_seq_key=key,
+                n=n,
+                prompt_token_ids=pack_int32(prompt),
+                sampling=common_pb2.SamplingParams(
+                    max_tokens=max_tokens, **{"seed": 1, **sampling}
+                ),
+                outputs=outputs,
+            )
+        )
+
+    async def send(self, submit):
+        await self.call.write(scheduler_pb2.ConnectRequest(submit=submit))
+
+    async def cancel(self, *keys):
+        await self.call.write(
+            scheduler_pb2.ConnectRequest(cancel=scheduler_pb2.Cancel(seq_keys=keys))
+        )
+
+    async def read(self):
+        """Take one message in."""
+        message = await self.call.read()
+        assert message is not grpc.aio.EOF, "the scheduler ended the stream"
+        self.messages.append(message)
+        if message.WhichOneof("message") == "refused":
+            self.refused[message.refused.first_seq_key] = message.refused
+            return message
+        step = message.step
+        keys = unpack_uint64(step.seq_keys, "seq_keys").tolist()
+        token_ids = unpack_int32(step.token_ids, "token_ids").tolist()
+        for key, token_id in zip(keys, token_ids, strict=True):
+            assert key not in self.finished, f"token after the end of {key}"
+            self.tokens.setdefault(key, []).append(token_id)
+        for item in step.logprobs:
+            self.logprobs.setdefault(keys[item.index], []).append(item.logprob.logprob)
+        for item in step.admitted:
+            self.admitted[item.seq_key] = item
+        for item in step.finished:
+            assert item.seq_key not in self.finished, f"{item.seq_key} ends twice"
+            self.finished[item.seq_key] = item
+        return message
+
+    async def read_until(self, condition):
+        while not condition():
+            await self.read()
+
+    async def read_until_finished(self, *keys):
+        await self.read_until(lambda: all(key in self.finished for key in keys))
+
+    async def load(self):
+        response = await self.stub.GetSchedulerLoad(scheduler_pb2.GetSchedulerLoadRequest())
+        return response.load
+
+    async def wait_for_load(self, condition):
+        """Ask for the load until it is as wanted; the test's timeout is the limit."""
+        while not condition(load := await self.load()):
+            pass
+        return load
+
+    async def disconnect(self):
+        self.call.cancel()
+        await self.channel.close()
