@@ -49,7 +49,9 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         int64[S]: token ids of positive weight; if a row has none, or NaN, some id in range.
     """
     num_tokens = weights.shape[1]
-    padded = F.pad(weights, (0, -num_tokens % _TILE))
+    padded = weights
+    if num_tokens % _TILE:
+        padded = F.pad(weights, (0, -num_tokens % _TILE))
     tiles = padded.view(len(padded), -1, _TILE)  # [S, V / 256, 256]
     ends = tiles.sum(-1, dtype=torch.float64).cumsum(-1)  # [S, V / 256]
     target = (uniform * ends[:, -1]).unsqueeze(1)  # [S, 1]

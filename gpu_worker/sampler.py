@@ -191,7 +191,7 @@ class Sampler:
         drawn = logits if len(places) == len(logits) else logits.index_select(0, index)
         # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
         maximum = drawn.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-        scaled = (drawn - maximum).div_(temperature)
+        scaled = drawn.sub_(maximum).div_(temperature)  # in place: the logits are not needed again
         weights = scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         token_ids.index_copy_(0, index, draw(weights, uniform))

@@ -9,6 +9,13 @@ num_kv_heads, head_dim] whose blocks lie far apart, so kernels take strides and 
 in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token that is not stored.
 No launcher waits for the device, reads a device value or sizes its grid by one: all of them can
 be captured in a CUDA graph.
+
+Results do not depend on the batch: neither tile sizes nor splits follow from how many sequences
+or tokens a launch has, only from a sequence's own length, the dtype and the model's shape.
+
+On a machine without a GPU the tests run the kernels in Triton's interpreter, which needs
+`TRITON_INTERPRET=1` before anything imports Triton, and compile them for devices that are absent.
+The interpreter of Triton 3.6 fails with numpy 2.4 and later; the kernels themselves do not.
 """
 
 from typing import Final

@@ -18,7 +18,6 @@ import jinja2.sandbox
 
 from rpc.errors import InvalidArgumentError
 
-
 _ASTRAY = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What a template raises on messages of another shape than it expects."""
 

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 import structlog
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from router.domain import Event, GenerateRequest, OutputDelta, OutputFinished, Usage
 from router.inference import Inference
@@ -99,7 +99,7 @@ async def _stream(
         await sse.send_done()
     except QuireError as error:  # no [DONE] after it: that would say that the answer is complete
         await sse.send(error_json(error))
-    except ConnectionError:
+    except ClientConnectionResetError:
         raise  # the client is gone
     except Exception:
         log.exception("stream_failed", request_id=call.request_id)

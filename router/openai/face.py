@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import structlog
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 from pydantic import ValidationError
 
@@ -108,8 +108,8 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
             response = await handler(request, call_id)
         except QuireError as error:
             response = error_response(error)
-        except ConnectionError:  # the client is gone, and nobody reads what is returned
-            response = web.Response()
+        except ClientConnectionResetError:
+            raise  # the client is gone, and nobody reads what is returned
         except Exception:
             log.exception("request_failed", path=request.path, request_id=call_id.value)
             response = error_response(QuireError("internal error"))

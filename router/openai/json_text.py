@@ -29,6 +29,7 @@ def excerpt(value: object) -> str:
     """A value as its JSON text, cut to a length that fits an error message."""
     if isinstance(value, str):  # cut first: the whole may be megabytes
         value = value[: MAX_EXCERPT_CHARS + 1]
+        value = value.encode(errors="replace").decode()  # a header's bytes may be no UTF-8
     elif isinstance(value, list):
         value = value[: MAX_EXCERPT_CHARS // 2]
     text = to_json(value, fallback=repr).decode()

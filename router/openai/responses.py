@@ -200,12 +200,13 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: ModelInfo, created: int) -> Json:
-    """One model; `max_model_len` is not OpenAI's, but clients of vLLM look for it."""
+    """One model; `root` and `max_model_len` are not OpenAI's: clients of vLLM look for them."""
     return {
         "id": model.id,
         "object": "model",
         "created": created,
         "owned_by": "quire",
+        "root": model.id,
         "max_model_len": model.max_model_len,
     }
 

@@ -9,7 +9,7 @@ class SseResponse:
     """A response that carries events.
 
     Writes wait while the client's socket is full, so a client that reads slowly slows its own
-    request and nothing else; a client that is gone makes them raise ConnectionError.
+    request and nothing else; a client that is gone makes them raise ClientConnectionResetError.
     """
 
     def __init__(self, request: web.Request, headers: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_processes import is_alive, until
 
 from quire.cli.child import ProcessSpec
 from quire.cli.supervisor import Backoff, Running, StartError, Supervisor
@@ -58,20 +59,6 @@ class Harness:
         return await self.until(lambda running: all(r.pid is not None for r in running))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-async def until_exists(path: Path) -> None:
-    async with asyncio.timeout(20):
-        while not path.exists():  # noqa: ASYNC110 - a file of another process
-            await asyncio.sleep(0.01)
-
-
 async def test_stop_ends_every_child_and_reports_no_kill(tmp_path: Path):
     harness = Harness([spec("a", SLEEPS), spec("b", SLEEPS, stop_group=1)], tmp_path)
     running = await harness.all_running()
@@ -119,7 +106,7 @@ async def test_second_stop_kills_what_does_not_end(tmp_path: Path):
     flag = tmp_path / "ready"
     harness = Harness([spec("a", IGNORES_SIGTERM, str(flag))], tmp_path, drain_s=1000)
     (running,) = await harness.all_running()
-    await until_exists(flag)
+    until(flag.exists)
     harness.supervisor.stop()
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
@@ -141,7 +128,7 @@ async def test_groups_stop_in_order(tmp_path: Path):
     specs = [spec(name, code, name, stop_group=ord(name)) for name in "cab"]
     harness = Harness(specs, tmp_path)
     for name in "cab":
-        await until_exists(tmp_path / name)
+        until((tmp_path / name).exists)
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
     assert order.read_text() == "abc"
@@ -157,12 +144,12 @@ async def test_what_a_child_started_ends_with_it(tmp_path: Path):
         "while True: signal.pause()\n"
     )
     harness = Harness([spec("a", code)], tmp_path)
-    await until_exists(tmp_path / "pid")
+    until((tmp_path / "pid").exists)
     grandchild = int((tmp_path / "pid").read_text())
+    assert is_alive(grandchild)
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
-    state = Path(f"/proc/{grandchild}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    until(lambda: not is_alive(grandchild))
 
 
 def test_backoff_doubles_up_to_its_limit():

@@ -5,16 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_processes import TIMEOUT_S, is_alive, until
 
 from quire.cli.service_dir import ServiceInfo, running_services
 
 FAKES = Path(__file__).parent / "fakes"
-TIMEOUT_S = 60.0
 
 
 class Machine:
@@ -72,13 +71,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine.close()
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
-
-
 def read_until(process: subprocess.Popen[str], text: str) -> str:
     assert process.stdout is not None
     lines = []
@@ -87,14 +79,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return "".join(lines)
     pytest.fail(f"ended without {text!r}:\n{''.join(lines)}")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def pids(service: ServiceInfo) -> list[int]:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +18,6 @@ def run(name: str) -> None:
         sys.exit("fake: there is no such thing as weights")
     if os.environ.get("FAKE_IGNORES_SIGTERM") == name:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if os.environ.get("FAKE_HAS_CHILD") == name:
-        child = subprocess.Popen(["sleep", "600"])
-        (folder / f"{name}.child").write_text(str(child.pid))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -35,5 +31,5 @@ def run(name: str) -> None:
             pass
 
     port = int(sys.argv[sys.argv.index("--http-port") + 1])
-    print(f"fake {name} listens", flush=True)
+    sys.stderr.write(f"fake {name} listens\n")
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -372,6 +372,15 @@ async def test_a_request_id_that_no_header_can_carry_is_refused(http):
     assert error["param"] == "X-Request-Id"
 
 
+async def test_a_header_that_is_no_utf8_is_refused(server):
+    reader, writer = await asyncio.open_connection(*server)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xe4\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert b"X-Request-Id is" in await reader.readuntil(b"}}")
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_a_bug_is_500_and_says_nothing_of_itself(http, inference: FakeInference):
     inference.refusal = RuntimeError("a secret")
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)

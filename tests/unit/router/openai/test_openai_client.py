@@ -173,7 +173,7 @@ async def test_a_conversation_can_be_sent_back(client, inference):
 async def test_models_are_listed_and_found(client):
     (model,) = [model async for model in await client.models.list()]
     assert (model.id, model.object, model.owned_by) == ("org/tiny", "model", "quire")
-    assert model.max_model_len == 64
+    assert (model.root, model.max_model_len) == ("org/tiny", 64)
     assert (await client.models.retrieve("org/tiny")).id == "org/tiny"
     with pytest.raises(openai.NotFoundError, match="nonesuch"):
         await client.models.retrieve("nonesuch")

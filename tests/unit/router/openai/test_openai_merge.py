@@ -31,13 +31,12 @@ async def test_an_exception_is_raised(num_others):
 async def test_a_reader_that_waits_holds_the_streams_back():
     num_taken = 0
 
-    async def endless():
+    async def long():
         nonlocal num_taken
-        while True:
-            num_taken += 1
+        for num_taken in range(1, 1001):
             yield num_taken
 
-    async with aclosing(merge([endless(), endless()])) as merged:
+    async with aclosing(merge([long(), long()])) as merged:
         await anext(merged)
         for _ in range(100):
             await asyncio.sleep(0)  # gives the streams every chance to run ahead

@@ -1,0 +1,198 @@
+import asyncio
+import json
+
+import aiohttp
+import pytest
+import torch
+
+from gpu_worker import device, memory
+from gpu_worker.app import run_worker
+from gpu_worker.json_fields import ModelError
+from gpu_worker.kv_pool import block_bytes
+from gpu_worker.model_config import load_model_config
+from gpu_worker.settings import WorkerSettings
+from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from rpc.channel import open_channel
+from rpc.packing import pack_int32, unpack_int32
+from rpc.settings import parse_settings
+from tests.models_fixture import make_model
+
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+def settings(model, tmp_path, **changes):
+    values = {
+        "model": model,
+        "uds": tmp_path / "worker.sock",
+        "http_port": 0,
+        "device": "cpu",
+        "dtype": "float32",
+        "num_blocks": 20,
+        "num_threads": 1,
+    }
+    return WorkerSettings(_env_file=None, **(values | changes))
+
+
+async def generate(target, prompt, count):
+    async with open_channel(target) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        info = (await stub.Attach(worker_pb2.AttachRequest(epoch=1))).worker
+        call = stub.Execute()
+        sequence = worker_pb2.NewSequence(
+            row=0,
+            token_ids=pack_int32(prompt),
+            num_prompt_tokens=len(prompt),
+            block_ids=pack_int32(list(range(4))),
+            sampling=common_pb2.SamplingParams(seed=1, temperature=0, ignore_eos=True),
+            max_total_tokens=len(prompt) + count,
+        )
+        step = worker_pb2.StepBatch(
+            epoch=1,
+            step_id=1,
+            new_sequences=[sequence],
+            chunk_rows=pack_int32([0]),
+            chunk_lens=pack_int32([len(prompt)]),
+        )
+        tokens = []
+        for step_id in range(2, count + 2):
+            await call.write(step)
+            result = await call.read()
+            tokens += unpack_int32(result.sampled_token_ids, "sampled_token_ids").tolist()
+            step = worker_pb2.StepBatch(epoch=1, step_id=step_id, num_decodes=1)
+        return info, tokens
+
+
+async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
+    stop = asyncio.Event()
+    seen = {}
+
+    async def drive(addresses):
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(f"http://{addresses.http}/ready") as response,
+        ):
+            seen["ready"] = response.status
+        seen["info"], seen["tokens"] = await generate(addresses.grpc, [5, 6, 7, 8], 12)
+        stop.set()
+
+    await run_worker(settings(model, tmp_path), on_started=drive, stop=stop)
+    assert seen["ready"] == 200
+    assert seen["tokens"] == expected_tokens(model, [5, 6, 7, 8], 12)
+    info = seen["info"]
+    assert (info.model.id, info.model.vocab_size, info.model.max_model_len) == ("tiny", 500, 512)
+    assert (info.num_blocks, info.block_size, info.max_num_seqs) == (20, 16, 64)
+    assert info.block_bytes == block_bytes(load_model_config(model), 16, torch.float32)
+    assert (info.device, info.dtype) == ("cpu", "float32")
+
+
+def expected_tokens(model, prompt, count):
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+async def test_a_worker_told_to_stop_while_it_loads_stops(model, tmp_path):
+    stop = asyncio.Event()
+    stop.set()
+
+    async def never(addresses):
+        raise AssertionError(f"ready at {addresses}")
+
+    await run_worker(settings(model, tmp_path), on_started=never, stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 513}, "max-model-len is 513; tiny takes at most 512"),
+        ({"num_blocks": None, "kv_cache_memory_gb": 1e-9}, "KV memory is 0.000 GiB; one block"),
+    ],
+)
+async def test_what_the_model_cannot_do_ends_the_start(model, tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        await run_worker(settings(model, tmp_path, **changes))
+
+
+async def test_a_directory_without_a_model_ends_the_start(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        await run_worker(settings(tmp_path / "nothing", tmp_path))
+
+
+def test_a_step_must_have_room_for_all_rows(capsys, tmp_path):
+    argv = ["--model", str(tmp_path), "--max-num-seqs", "8", "--max-num-batched-tokens", "4"]
+    with pytest.raises(SystemExit):
+        parse_settings(WorkerSettings, "quire-worker", argv)
+    assert "max_num_batched_tokens is 4; it must be at least max_num_seqs, 8" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:1"])
+def test_an_unknown_device_is_refused(capsys, tmp_path, name):
+    with pytest.raises(SystemExit):
+        parse_settings(WorkerSettings, "quire-worker", ["--model", str(tmp_path), "--device", name])
+    assert f"--device: {name}" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ModelError, match=r"device is cuda:99; this machine has \d+ GPUs"):
+        device.pick_device("cuda:99")
+
+
+def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_in_it(tmp_path, monkeypatch, model):
+    fields = json.loads((model / "config.json").read_text())
+    fields.pop("torch_dtype", None)
+    configs = {}
+    for name in ("float32", "float16", "bfloat16"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields | {"dtype": name}))
+        configs[name] = load_model_config(tmp_path / name)
+    cpu = torch.device("cpu")
+    for features, fast in [({}, torch.float32), ({"avx512_bf16": True}, torch.bfloat16)]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+        assert device.pick_dtype("auto", configs["float32"], cpu) is torch.float32
+        assert device.pick_dtype("auto", configs["float16"], cpu) is torch.float32
+        assert device.pick_dtype("auto", configs["bfloat16"], cpu) is fast
+    assert device.pick_dtype("auto", configs["float16"], torch.device("cuda")) is torch.float16
+    assert device.pick_dtype("bfloat16", configs["float32"], cpu) is torch.bfloat16
+
+
+def test_cpu_kv_memory_is_a_gibibyte_or_half_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GIB)
+    assert memory.free_cpu_kv_bytes() == GIB
+    monkeypatch.setattr(memory, "available_bytes", lambda: GIB)
+    assert memory.free_cpu_kv_bytes() == GIB // 2
+
+
+def test_available_memory_is_the_least_of_machine_and_cgroup(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   4096 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_bytes() == 4096 * 1024
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() == 4096 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.available_bytes() == 4000
+
+
+def test_blocks_in_rounds_down_and_refuses_none():
+    assert memory.blocks_in(999, 100) == 9
+    with pytest.raises(ModelError):
+        memory.blocks_in(99, 100)
+    with pytest.raises(ModelError):
+        memory.blocks_in(-5, 100)
+
+
+def test_cores_are_at_least_one_and_no_more_than_the_machine_has():
+    assert 1 <= device.num_physical_cores() <= torch.get_num_threads() * 64

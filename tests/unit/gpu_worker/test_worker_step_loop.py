@@ -1,0 +1,146 @@
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpu_worker.step import StepInput, StepOutput
+from gpu_worker.step_loop import StepLoop
+from rpc.errors import InvalidArgumentError, UnavailableError
+
+NONE = np.empty(0, np.int32)
+
+
+class FakeLaunched:
+    def __init__(self, step_id):
+        self.step_id = step_id
+        self.finished = threading.Event()
+
+    def is_done(self):
+        return self.finished.is_set()
+
+
+class FakeExecutor:
+    """A device that finishes a step when it is told to, and writes down what it is asked."""
+
+    def __init__(self, max_in_flight=2):
+        self.max_in_flight = max_in_flight
+        self.rows = SimpleNamespace(num_used=0)
+        self.log = []
+        self.launched = {}
+        self._changed = threading.Condition()
+
+    def launch(self, step):
+        if step.num_decodes == 13:
+            raise InvalidArgumentError("num_decodes", "is 13")
+        launched = FakeLaunched(step.step_id)
+        self._write(("launch", step.step_id))
+        self.launched[step.step_id] = launched
+        return launched
+
+    def collect(self, launched):
+        launched.finished.wait()
+        self._write(("collect", launched.step_id))
+        return StepOutput(launched.step_id, NONE, NONE, NONE, NONE, (), 1, 0.5)
+
+    def reset(self):
+        self._write("reset")
+
+    async def saw(self, entry):
+        """Wait until `entry` is in the log."""
+
+        def wait():
+            with self._changed:
+                return self._changed.wait_for(lambda: entry in self.log, timeout=10)
+
+        assert await asyncio.to_thread(wait), self.log
+
+    def _write(self, entry):
+        with self._changed:
+            self.log.append(entry)
+            self._changed.notify_all()
+
+
+@pytest.fixture
+def executor():
+    return FakeExecutor()
+
+
+@pytest.fixture
+async def loop(executor):
+    loop = StepLoop(executor, asyncio.get_running_loop())
+    await loop.attach(0)
+    yield loop
+    for launched in executor.launched.values():
+        launched.finished.set()
+    await loop.stop()
+
+
+async def test_a_gpu_gets_the_next_step_before_the_one_before_is_done(executor, loop):
+    first = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    second = loop.submit(0, StepInput(2, 0))
+    await executor.saw(("launch", 2))
+    third = loop.submit(0, StepInput(3, 0))
+    assert not first.done()
+    executor.launched[1].finished.set()
+    assert (await first).step_id == 1
+    await executor.saw(("launch", 3))
+    assert not second.done()
+    executor.launched[2].finished.set()
+    executor.launched[3].finished.set()
+    assert [(await second).step_id, (await third).step_id] == [2, 3]
+    assert executor.log.index(("collect", 1)) < executor.log.index(("launch", 3))
+
+
+async def test_a_result_does_not_wait_for_the_next_step(executor, loop):
+    only = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    executor.launched[1].finished.set()
+    assert (await only).step_id == 1
+
+
+async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_before(executor, loop):
+    first = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    attached = asyncio.ensure_future(loop.attach(1))
+    late = loop.submit(0, StepInput(2, 0))
+    executor.launched[1].finished.set()
+    await attached
+    assert (await first).step_id == 1
+    with pytest.raises(UnavailableError):
+        await late
+    assert executor.log == ["reset", ("launch", 1), ("collect", 1), "reset"]
+
+
+async def test_a_step_that_fails_ends_its_attachment(executor, loop):
+    bad = loop.submit(0, StepInput(1, 13))
+    behind = loop.submit(0, StepInput(2, 0))
+    with pytest.raises(InvalidArgumentError):
+        await bad
+    with pytest.raises(UnavailableError, match="attach again"):
+        await behind
+    await loop.attach(1)
+    good = loop.submit(1, StepInput(3, 0))
+    await executor.saw(("launch", 3))
+    executor.launched[3].finished.set()
+    assert (await good).step_id == 3
+    assert loop.problem() is None
+
+
+async def test_a_loop_that_has_ended_is_a_problem():
+    loop = StepLoop(FakeExecutor(), asyncio.get_running_loop())
+    assert loop.problem() is None
+    await loop.stop()
+    assert loop.problem() == "the step loop has ended"
+
+
+async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypatch):
+    monkeypatch.setattr("gpu_worker.step_loop._STUCK_S", 0.0)
+    assert loop.problem() is None
+    step = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    assert "a step has taken" in loop.problem()
+    executor.launched[1].finished.set()
+    await step

@@ -1,0 +1,190 @@
+"""Flags, their environment variables, and what becomes of them in the processes' command lines."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from quire.cli import layout, ports
+from quire.cli.__main__ import COMMANDS, main
+from quire.cli.settings import DownSettings, GenerateSettings, UpSettings
+from rpc.settings import parse_settings
+
+
+def parse_up(*argv: str) -> UpSettings:
+    return parse_settings(UpSettings, "quire up", argv)
+
+
+def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> layout.Layout:
+    chosen = layout.Addresses(8000, 50051, 8001, tuple(range(8002, 8002 + settings.workers)))
+    return layout.plan(settings, Path("/models/m"), chosen, Path("/run/quire"), environment or {})
+
+
+def value_of(flag: str, argv: tuple[str, ...]) -> str:
+    assert argv.count(flag) == 1
+    return argv[argv.index(flag) + 1]
+
+
+def taken_port() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
+def test_defaults_are_the_documented_ports():
+    settings = parse_up()
+    assert (settings.http_port, settings.grpc_port, settings.workers) == (8000, 50051, 1)
+
+
+@pytest.mark.parametrize("name", UpSettings.model_fields)
+def test_every_flag_of_up_has_an_environment_variable_in_its_help(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_up("--help")
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"--{name.replace('_', '-')}" in text
+    assert f"[env: QUIRE_{name.upper()}]" in text
+
+
+def test_environment_sets_what_no_flag_does_and_a_flag_wins(monkeypatch):
+    monkeypatch.setenv("QUIRE_WORKERS", "3")
+    monkeypatch.setenv("QUIRE_HTTP_PORT", "9000")
+    settings = parse_up("--http-port", "9001")
+    assert (settings.workers, settings.http_port) == (3, 9001)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (("--workers", "0"), "--workers: 0:"),
+        (("--http-port", "65536"), "--http-port: 65536:"),
+        (("--dtype", "int3"), "--dtype: int3:"),
+        (("--device", "abacus"), "--device: abacus:"),
+    ],
+)
+def test_bad_value_is_named_with_its_flag(argv, problem, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_up(*argv)
+    assert end.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_processes_are_joined_by_sockets_in_the_private_directory():
+    worker, scheduler, router = plan(parse_up()).specs
+    assert value_of("--uds", worker.argv) == "/run/quire/worker-0.sock"
+    assert value_of("--workers", scheduler.argv) == "unix:/run/quire/worker-0.sock"
+    assert value_of("--uds", scheduler.argv) == "/run/quire/scheduler.sock"
+    assert value_of("--scheduler", router.argv) == "unix:/run/quire/scheduler.sock"
+    assert value_of("--grpc-port", router.argv) == "50051"
+    assert [value_of("--http-port", each.argv) for each in (worker, scheduler, router)] == [
+        "8002",
+        "8001",
+        "8000",
+    ]
+
+
+def test_router_stops_first_and_workers_last():
+    groups = {spec.name: spec.stop_group for spec in plan(parse_up("--workers", "2")).specs}
+    assert groups["router"] < groups["scheduler"] < groups["worker-0"] == groups["worker-1"]
+
+
+def test_several_workers_share_the_machine():
+    specs = plan(parse_up("--workers", "2"), {"CUDA_VISIBLE_DEVICES": "4,6"}).specs[:2]
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4", "6"]
+    assert [value_of("--worker-id", spec.argv) for spec in specs] == ["worker-0", "worker-1"]
+    assert int(value_of("--num-threads", specs[0].argv)) >= 1
+
+
+def test_only_what_is_set_is_passed_on():
+    worker, _, router = plan(parse_up("--num-blocks", "64", "--served-model-name", "m2")).specs
+    assert value_of("--num-blocks", worker.argv) == "64"
+    assert "--max-model-len" not in worker.argv
+    assert "--num-blocks" not in router.argv
+    assert value_of("--served-model-name", router.argv) == "m2"
+    assert value_of("--served-model-name", worker.argv) == "m2"
+
+
+def test_wildcard_host_is_probed_on_the_loopback():
+    planned = plan(parse_up("--host", "0.0.0.0"))
+    assert planned.http_address == "127.0.0.1:8000"
+    assert value_of("--host", planned.specs[0].argv) == "0.0.0.0"
+
+
+def test_port_in_use_is_refused_by_flag_and_number():
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ports.PortError, match=f"--grpc-port: {port}: is in use on 127.0.0.1"):
+            layout.choose_ports(parse_up("--http-port", "0", "--grpc-port", str(port)))
+
+
+def test_command_line_says_in_one_line_that_a_port_is_in_use(tmp_path, capsys):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        code = main(["up", "--model", str(tmp_path), "--http-port", str(port)])
+    assert code == 1
+    assert capsys.readouterr().err == f"quire: --http-port: {port}: is in use on 127.0.0.1\n"
+
+
+def test_two_flags_with_one_port_are_refused():
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ports.PortError, match="--grpc-port"):
+        layout.choose_ports(parse_up("--http-port", str(port), "--grpc-port", str(port)))
+
+
+def test_preferred_port_that_is_taken_is_replaced():
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        assert ports.prefer("127.0.0.1", port, ()) != port
+
+
+def test_ports_of_a_service_differ():
+    chosen = layout.choose_ports(parse_up("--http-port", "0", "--grpc-port", "0", "--workers", "3"))
+    each = [chosen.http_port, chosen.grpc_port, chosen.scheduler_http_port]
+    assert len({*each, *chosen.worker_http_ports}) == 6
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_model_directory_without_its_files_is_refused(tmp_path, missing):
+    for name in {"config.json", "tokenizer.json"} - {missing}:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(layout.ModelError, match=f"--model: .* it must have a {missing}"):
+        layout.find_model(parse_up("--model", str(tmp_path)))
+
+
+def test_model_that_is_no_directory_is_refused():
+    with pytest.raises(layout.ModelError, match="--model: meta/llama: it must be a Hugging Face"):
+        layout.find_model(parse_up("--model", "meta/llama"))
+
+
+def test_generate_takes_its_prompt_and_flags():
+    settings = parse_settings(  # type: ignore[type-var]
+        GenerateSettings, "quire generate", ["def f(", "--max-tokens", "5", "--stop", "a,b"]
+    )
+    assert (settings.prompt, settings.max_tokens, settings.stop) == ("def f(", 5, ("a,b",))
+
+
+def test_down_is_told_its_port_by_the_variable_that_up_is_told(monkeypatch):
+    monkeypatch.setenv("QUIRE_HTTP_PORT", "9000")
+    assert parse_settings(DownSettings, "quire down", []).http_port == 9000
+
+
+def test_unknown_command_is_named(capsys):
+    assert main(["upp"]) == 2
+    assert "quire: upp: no such command" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in COMMANDS)
+
+
+def test_service_that_is_not_there_is_one_line(capsys):
+    assert main(["generate", "x", "--target", "127.0.0.1:1", "--timeout-s", "5"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("quire: ")
+    assert error.count("\n") == 1
