@@ -34,6 +34,9 @@ from rpc.errors import (
 _SEED_BITS = 63
 """So that a seed fits a signed 64-bit integer, in whatever language reads a log."""
 
+_LAST_BYTES_S = 0.2
+"""For clients to read what is on the wire: a socket that closes may take it along."""
+
 T = TypeVar("T")
 
 
@@ -184,6 +187,7 @@ class Inference:
         self._scheduler.drain()
         if self._request_id_to_span:
             await self._drained.wait()
+            await asyncio.sleep(_LAST_BYTES_S)
 
     def close(self) -> None:
         """Ends the threads."""

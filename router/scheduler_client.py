@@ -26,7 +26,7 @@ from rpc.health import Health
 from rpc.status import status_to_error
 
 _MIN_BACKOFF_S = 0.05
-_MAX_BACKOFF_S = 2.0
+_MAX_BACKOFF_S = 1.0
 _LOAD_TIMEOUT_S = 5.0
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it

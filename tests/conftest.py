@@ -1,6 +1,12 @@
-"""Hypothesis profiles."""
+"""What must be set before any test module is imported: Hypothesis, and Triton's interpreter."""
+
+import os
+import shutil
 
 from hypothesis import HealthCheck, settings
+
+if shutil.which("nvidia-smi") is None:  # transformers imports triton, which reads it then
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
             timeout_s=settings.timeout_s,
             model=settings.served_model_name,
             n=settings.n,
-            stop=settings.stop,
+            stop=(settings.stop,) if settings.stop else (),
         )
         if settings.n > 1:
             show_each(events, settings.n)

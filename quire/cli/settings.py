@@ -101,8 +101,8 @@ class GenerateSettings(ClientSettings):
     """The text to continue; - reads standard input."""
     n: Positive = 1
     """How many outputs; more than one are shown when complete, one after another."""
-    stop: tuple[str, ...] = ()
-    """Text that ends the output; may be given several times."""
+    stop: str = ""
+    """Text that ends the output; empty: none."""
     ignore_eos: bool = False
     """Go on past the model's end of text."""
 

@@ -42,8 +42,9 @@ def compiled_launches(tmp_path, capability, dtype, num_heads, num_kv_heads, head
     ("capability", "dtype", "num_heads", "num_kv_heads", "head_dim"),
     [
         (90, "bfloat16", 32, 8, 128),
-        (90, "float32", 12, 4, 64),
-        (86, "float16", 12, 4, 256),  # the most shared memory on the devices with the least
+        pytest.param(90, "float32", 12, 4, 64, marks=pytest.mark.slow),
+        # The most shared memory, on the devices with the least.
+        pytest.param(86, "float16", 12, 4, 256, marks=pytest.mark.slow),
     ],
 )
 def test_every_kernel_compiles_to_machine_code(

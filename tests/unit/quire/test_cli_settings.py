@@ -162,9 +162,9 @@ def test_model_that_is_no_directory_is_refused():
 
 def test_generate_takes_its_prompt_and_flags():
     settings = parse_settings(  # type: ignore[type-var]
-        GenerateSettings, "quire generate", ["def f(", "--max-tokens", "5", "--stop", "a,b"]
+        GenerateSettings, "quire generate", ["def f(", "--max-tokens", "5", "--stop", "\n\n,"]
     )
-    assert (settings.prompt, settings.max_tokens, settings.stop) == ("def f(", 5, ("a,b",))
+    assert (settings.prompt, settings.max_tokens, settings.stop) == ("def f(", 5, "\n\n,")
 
 
 def test_down_is_told_its_port_by_the_variable_that_up_is_told(monkeypatch):

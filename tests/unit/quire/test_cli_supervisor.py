@@ -106,7 +106,7 @@ async def test_second_stop_kills_what_does_not_end(tmp_path: Path):
     flag = tmp_path / "ready"
     harness = Harness([spec("a", IGNORES_SIGTERM, str(flag))], tmp_path, drain_s=1000)
     (running,) = await harness.all_running()
-    until(flag.exists)
+    await asyncio.to_thread(until, flag.exists)
     harness.supervisor.stop()
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
@@ -128,7 +128,7 @@ async def test_groups_stop_in_order(tmp_path: Path):
     specs = [spec(name, code, name, stop_group=ord(name)) for name in "cab"]
     harness = Harness(specs, tmp_path)
     for name in "cab":
-        until((tmp_path / name).exists)
+        await asyncio.to_thread(until, (tmp_path / name).exists)
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
     assert order.read_text() == "abc"
@@ -144,12 +144,12 @@ async def test_what_a_child_started_ends_with_it(tmp_path: Path):
         "while True: signal.pause()\n"
     )
     harness = Harness([spec("a", code)], tmp_path)
-    until((tmp_path / "pid").exists)
+    await asyncio.to_thread(until, (tmp_path / "pid").exists)
     grandchild = int((tmp_path / "pid").read_text())
     assert is_alive(grandchild)
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
-    until(lambda: not is_alive(grandchild))
+    await asyncio.to_thread(until, lambda: not is_alive(grandchild))
 
 
 def test_backoff_doubles_up_to_its_limit():

@@ -45,7 +45,7 @@ class Row:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves at `target`. Hooks: `delay` is awaited before the result of each step."""
+    """Serves at `target`. A paused one takes batches and answers none."""
 
     def __init__(self, target, *, num_blocks=256, block_size=4, max_num_seqs=64, model_id="fake"):
         self.target = target
@@ -67,8 +67,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.received = []  # step ids, as batches come
         self.answered = []  # step ids, as results go
         self.received_one = asyncio.Condition()
-        self.paused = asyncio.Event()
-        self.paused.set()  # "not paused"
+        self.running = asyncio.Event()
+        self.running.set()
+        self.pause_at = None  # so many answers
+        self.has_paused = asyncio.Event()
         self.hold_results_for_batches = 0
         self.wrong_results = None
         self.failing_rows = frozenset()
@@ -86,10 +88,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._server.stop(None)
 
     def pause(self):
-        self.paused.clear()
+        self.running.clear()
 
     def resume(self):
-        self.paused.set()
+        self.running.set()
+
+    async def run_until_answered(self, num_answered):
+        """Go on until so many results are given in all, and pause there."""
+        self.pause_at = num_answered
+        self.has_paused.clear()
+        self.resume()
+        await self.has_paused.wait()
 
     async def Attach(self, request, context):  # noqa: N802
         self.num_attaches += 1
@@ -109,10 +118,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 if batch.epoch < self.epoch:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale batch")
                 result = self.execute(batch)
-                await self.paused.wait()
+                await self.running.wait()
                 await self._hold(batch)
                 self.answered.append(batch.step_id)
                 await context.write(result)
+                if len(self.answered) == self.pause_at:
+                    self.pause()
+                    self.has_paused.set()
         finally:
             reader.cancel()
 

@@ -142,9 +142,9 @@ async def test_two_routers_hear_only_of_their_own_sequences(folder, worker, conn
 async def test_cancel_frees_the_blocks_within_two_steps(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
-        await router.submit(0, [1, 2, 3], max_tokens=400)
-        await router.read_until(lambda: len(router.tokens.get(0, [])) >= 3)
         worker.pause()
+        await router.submit(0, [1, 2, 3], max_tokens=400)
+        await worker.run_until_answered(3)
         await router.cancel(0, 12345)
         await router.read_until_finished(0)
         num_received = len(worker.received)

@@ -1,0 +1,155 @@
+"""Measures a whole service: throughput, latency, and what the split into processes costs.
+
+Starts router, scheduler and worker on a 125M Llama with random weights, loads their OpenAI face
+with 1, 8 and 32 streams of 128 tokens in and 64 out, then lets them take turns with the same
+engine in one process (see one_process.py). The client, a process of its own, runs on the same
+machine: with few cores it competes with what it measures, in all the numbers alike but for the one
+process, which has no client. --base-url measures a server that is up already, without the tax.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
+from processes import make_model, one_process, service
+from split import measure_split
+
+_KV_CACHE_GB = 0.5
+"""Of each engine: room for 21,000 tokens of the 125M model, where 32 streams need 6,144."""
+_WAVES = 4
+"""Prompts of each slot; with --quick 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    quick: bool
+    json: Path | None
+    model: Path | None
+    concurrency: tuple[int, ...]
+    input_len: int
+    output_len: int
+    num_threads: int
+    device: str
+    split_concurrency: int
+    split_rounds: int
+    base_url: str | None
+
+
+_START = time.monotonic()
+
+
+def _report(line: str) -> None:
+    print(f"[{time.monotonic() - _START:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+async def measure(options: Options) -> dict[str, float]:
+    """Measure what the options ask for, print it, and give it as names to numbers."""
+    if options.base_url is not None:
+        return metrics_of(await _measure_load(options, options.base_url))
+    with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as temporary:
+        model = options.model
+        if model is None:
+            model = Path(temporary) / "llama-125m"
+            _report("making a model …")
+            await make_model(model)
+        return await _measure_processes(options, model)
+
+
+async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
+    worker_flags = (
+        *("--num-threads", str(options.num_threads)),
+        *("--kv-cache-memory-gb", str(_KV_CACHE_GB)),
+        *("--device", options.device),
+    )
+    _report("starting the processes …")
+    async with contextlib.AsyncExitStack() as stack:
+        started, alone = await asyncio.gather(
+            stack.enter_async_context(service(model, worker_flags, _report)),
+            stack.enter_async_context(one_process(model, worker_flags, _report)),
+        )
+        metrics = metrics_of(await _measure_load(options, started.base_url))
+        name = await find_model(started.base_url)
+        concurrency = options.split_concurrency
+        tax = await measure_split(
+            started,
+            alone,
+            _workload(options, name, concurrency),
+            concurrency,
+            options.split_rounds,
+            _report,
+        )
+        print(f"\n{tax.table()}", flush=True)
+        _report("stopping the processes …")
+    return metrics | tax.metrics()
+
+
+async def _measure_load(options: Options, base_url: str) -> list[LoadResult]:
+    name = await find_model(base_url)
+    results = []
+    for concurrency in options.concurrency:
+        workload = _workload(options, name, concurrency)
+        _report(f"concurrency {concurrency}: {workload.num_prompts} prompts …")
+        results.append(await run_load(base_url, workload, concurrency))
+    print(f"{options.input_len} tokens in, {options.output_len} out, {os.cpu_count()} CPUs:")
+    print(format_table(results), flush=True)
+    return results
+
+
+def _workload(options: Options, model: str, concurrency: int) -> Workload:
+    return Workload(
+        model=model,
+        num_prompts=concurrency * (1 if options.quick else _WAVES),
+        input_len=options.input_len,
+        output_len=options.output_len,
+    )
+
+
+def _parse_options(argv: Sequence[str] | None = None) -> Options:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one prompt per stream, two short split rounds")
+    add("--json", type=Path, metavar="FILE", help="write the numbers here, as one flat object")
+    add("--model", type=Path, metavar="DIR", help="default: a random 125M Llama, made anew")
+    add("--concurrency", default="1,8,32", help="streams at once; default: 1,8,32")
+    add("--input-len", type=int, default=128, help="tokens of a prompt; default: 128")
+    add("--output-len", type=int, default=64, help="tokens of an answer; default: 64")
+    add("--num-threads", type=int, default=2, help="threads of a worker on a CPU; default: 2")
+    add("--device", default="auto", help="where workers compute: auto, cpu, cuda, cuda:N")
+    add("--split-concurrency", type=int, help="of the split's tax; default: 32, with --quick 8")
+    add("--split-rounds", type=int, help="of the split's tax; default: 5, with --quick 2")
+    add("--base-url", metavar="URL", help="measure this server; no split's tax")
+    given = parser.parse_args(argv)
+    if given.model is not None and not (given.model / "config.json").is_file():
+        parser.error(f"--model: {given.model}: it must be a model directory; see make_model.py")
+    values = vars(given)
+    values["concurrency"] = tuple(map(int, given.concurrency.split(",")))
+    values["split_concurrency"] = given.split_concurrency or (8 if given.quick else 32)
+    values["split_rounds"] = given.split_rounds or (2 if given.quick else 5)
+    return Options(**values)
+
+
+def _main() -> None:
+    options = _parse_options()
+    metrics = uvloop.run(measure(options))
+    if options.json is not None:
+        options.json.write_text(json.dumps(metrics, indent=2) + "\n")
+    _report("done")
+
+
+if __name__ == "__main__":
+    _main()

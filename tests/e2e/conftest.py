@@ -1,0 +1,44 @@
+"""Fixtures of the tests that start real processes; each of them carries the marker `e2e`."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.service import Service
+from tests.models_fixture import ModelDirs
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> ModelDirs:
+    return ModelDirs(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes a directory for one service, with a name short enough for sockets."""
+    root = tmp_path_factory.mktemp("q")
+    numbers = itertools.count()
+    return lambda: root / str(next(numbers))
+
+
+@pytest.fixture(scope="session")
+def long_llama(model_dirs: ModelDirs) -> Path:
+    """A model whose context is long enough for streams that take seconds."""
+    return model_dirs.get("llama", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def service(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """The service that tests share which do not break, stop or configure it."""
+    with Service(run_dir(), long_llama, worker=["--num-blocks=1024"]) as service:
+        yield service

@@ -1,0 +1,156 @@
+"""Greedy tokens equal those of `transformers` in fp32, whatever else the service does meanwhile."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quire.v1 import inference_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.generation import Result, generate_request, read, read_aio
+from tests.e2e.references import NUM_TOKENS, greedy_tokens
+from tests.e2e.service import Service
+from tests.models_fixture import FAMILIES, ModelDirs
+
+SHIPPED = sorted(Path(__file__).parents[2].glob("models/*/config.json"))
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 96, 111, 128, 150)
+CHUNK = 16
+SMALL_POOL_BLOCKS = 30
+"""Room for the longest sequence (18 blocks), not for two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, prompts, and how each goes on."""
+
+    model_dir: Path
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "shipped"])
+def case(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Case:
+    if request.param == "shipped":
+        if not SHIPPED:
+            pytest.skip("no models/*/config.json yet")
+        model_dir = SHIPPED[0].parent
+        prompts = _real_prompts(model_dir)
+    else:
+        model_dir = model_dirs.get(request.param)
+        prompts = _random_prompts(request.param)
+    assert len(prompts) == 32
+    return Case(model_dir, prompts, greedy_tokens(model_dir, prompts))
+
+
+@pytest.fixture(scope="module")
+def ample(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A service whose pool has room for every prompt at once."""
+    with Service(run_dir(), case.model_dir, worker=["--num-blocks=640"]) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A service whose pool has not."""
+    worker = [f"--num-blocks={SMALL_POOL_BLOCKS}"]
+    with Service(run_dir(), case.model_dir, worker=worker) as service:
+        yield service
+
+
+def _random_prompts(seed: str) -> list[list[int]]:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in LENGTHS]
+    # Some that share blocks with those, and some that equal one: the prefix cache's work.
+    longest = prompts[-1]
+    for num_shared in (15, 16, 32, 33, 100, 149):
+        prompts.append([*longest[:num_shared], draw.randrange(5, 500)])
+    return [*prompts, prompts[-1], prompts[14], prompts[15], prompts[16]]
+
+
+def _real_prompts(model_dir: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    source = Path(random.__file__).read_text()
+    token_ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(source).ids
+    return [token_ids[start : start + length] for start in (0, 500) for length in LENGTHS[:16]]
+
+
+async def _all_at_once(service: Service, case: Case) -> list[Result]:
+    async with service.aio_channel() as channel:
+        stub = InferenceServiceStub(channel)
+        streams = (
+            stub.Generate(generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True))
+            for prompt in case.prompts
+        )
+        return await asyncio.gather(*map(read_aio, streams))
+
+
+def _alone(service: Service, prompt: list[int], **options: int) -> Result:
+    request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **options)
+    return read(service.stub.Generate(request, timeout=60))
+
+
+def _assert_equal(case: Case, results: list[Result]) -> None:
+    wrong = [
+        f"prompt {i} of {len(case.prompts[i])} tokens differs from token"
+        f" {next(j for j, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])}"
+        for i, (result, want) in enumerate(zip(results, case.outputs, strict=True))
+        if (got := result.outputs[0]) != want
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+async def test_in_a_batch_of_32(ample: Service, case: Case):
+    await asyncio.to_thread(ample.use_scheduler)
+    _assert_equal(case, await _all_at_once(ample, case))
+    again = await _all_at_once(ample, case)  # now whatever the prefix cache can find is there
+    _assert_equal(case, again)
+    # At least one token of a prompt is always computed: its logits are needed.
+    cachable = [(len(prompt) - 1) // 16 * 16 for prompt in case.prompts]
+    assert [result.usage.cached_tokens for result in again] == cachable
+    metrics = await asyncio.to_thread(ample.metrics, ample.scheduler)
+    assert metrics["quire_num_preemptions_total"] == 0
+
+
+async def test_without_prefix_cache(ample: Service, case: Case):
+    await asyncio.to_thread(ample.use_scheduler, "--no-enable-prefix-caching")
+    for i in (13, 13):
+        result = await asyncio.to_thread(_alone, ample, case.prompts[i])
+        assert (result.outputs, result.usage.cached_tokens) == ([case.outputs[i]], 0)
+    _assert_equal(case, await _all_at_once(ample, case))
+
+
+async def test_prefill_in_chunks(ample: Service, case: Case):
+    await asyncio.to_thread(ample.use_scheduler, f"--max-prefill-chunk={CHUNK}")
+    i = max(range(32), key=lambda i: len(case.prompts[i]))
+    result = await asyncio.to_thread(_alone, ample, case.prompts[i])
+    assert result.outputs == [case.outputs[i]]
+    num_chunks = -(-len(case.prompts[i]) // CHUNK)
+    metrics = await asyncio.to_thread(ample.metrics, ample.scheduler)
+    assert metrics["quire_steps_total"] >= num_chunks + NUM_TOKENS - 1
+    _assert_equal(case, await _all_at_once(ample, case))
+
+
+def test_alone(ample: Service, case: Case):
+    ample.use_scheduler()
+    for i in (0, 5, 13, 31):
+        assert _alone(ample, case.prompts[i]).outputs == [case.outputs[i]]
+
+
+def test_four_outputs_are_the_same(ample: Service, case: Case):
+    ample.use_scheduler()
+    for i in (4, 5, 6, 13):  # of 15, 16 and 17 tokens, and longer
+        assert _alone(ample, case.prompts[i], n=4).outputs == [case.outputs[i]] * 4
+    request = generate_request(case.prompts[6], n=4, max_tokens=NUM_TOKENS, ignore_eos=True)
+    once = ample.stub.GenerateOnce(inference_pb2.GenerateOnceRequest(request=request), timeout=60)
+    assert [list(output.token_ids) for output in once.outputs] == [case.outputs[6]] * 4
+
+
+async def test_preempted(cramped: Service, case: Case):
+    _assert_equal(case, await _all_at_once(cramped, case))
+    metrics = await asyncio.to_thread(cramped.metrics, cramped.scheduler)
+    assert metrics["quire_num_preemptions_total"] > 0
+    await asyncio.to_thread(cramped.wait_until_idle)

@@ -1,0 +1,67 @@
+"""An InferenceService that answers from a script and keeps what it was asked."""
+# ruff: noqa: N802, ARG002 - gRPC chooses names and arguments
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.v1 import common_pb2, inference_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceServicer
+from rpc.errors import InvalidArgumentError, TooBusyError
+
+
+@dataclass
+class FakeInference(InferenceServiceServicer):
+    """Says "one two" to every prompt; goes on for ever if the prompt is "endless"."""
+
+    requests: list[Any] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        if request.text == "bad":
+            raise InvalidArgumentError("sampling.top_p", "is 2; it must be in (0, 1]")
+        if request.text == "busy":
+            raise TooBusyError("the queue is full", retry_after_s=2.5)
+        for index, word in enumerate(("one", " two")):
+            delta = inference_pb2.OutputDelta(token_offset=index, token_ids=[index], text=word)
+            if request.sampling.HasField("logprobs"):
+                delta.logprobs.add(logprob=-0.5, top_token_ids=[index], top_logprobs=[-0.5])
+            yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
+        if request.text == "endless":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        if request.text == "fails":
+            finished.finish_reason = common_pb2.FINISH_REASON_ERROR
+            finished.error.MergeFrom(common_pb2.OutputError(message="lost", retryable=True))
+        yield inference_pb2.GenerateResponse(request_id="r", finished=finished)
+        usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+        yield inference_pb2.GenerateResponse(request_id="r", usage=usage)
+
+    async def GenerateOnce(self, request, context):
+        self.requests.append(request)
+        finished = inference_pb2.OutputFinished(
+            finish_reason=common_pb2.FINISH_REASON_STOP, stop_string="!"
+        )
+        output = inference_pb2.Output(text="one", token_ids=[1], finished=finished)
+        usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=1)
+        return inference_pb2.GenerateOnceResponse(request_id="r", outputs=[output], usage=usage)
+
+    async def Tokenize(self, request, context):
+        self.requests.append(request)
+        return inference_pb2.TokenizeResponse(token_ids=[5, 6, 7], max_model_len=64)
+
+    async def Detokenize(self, request, context):
+        self.requests.append(request)
+        return inference_pb2.DetokenizeResponse(text="five six")
+
+    async def ListModels(self, request, context):
+        model = common_pb2.ModelInfo(id="m", max_model_len=64, vocab_size=9, eos_token_ids=[1])
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def GetLoad(self, request, context):
+        load = common_pb2.Load(num_requests_running=2, num_blocks=10, num_workers=1)
+        return inference_pb2.GetLoadResponse(load=load)

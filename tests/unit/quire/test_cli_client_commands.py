@@ -1,0 +1,56 @@
+"""`quire generate` and `quire chat` against a fake of the service."""
+
+import asyncio
+import io
+import sys
+
+import pytest
+
+from quire.cli.__main__ import main
+
+
+async def run(*argv: str) -> int:
+    return await asyncio.to_thread(main, argv)
+
+
+async def test_generate_streams_the_text(served, capsys):
+    assert await run("generate", "hello", "--target", served.target, "--max-tokens", "7") == 0
+    assert capsys.readouterr().out == "one two\n"
+    (request,) = served.fake.requests
+    assert (request.text, request.sampling.max_tokens) == ("hello", 7)
+
+
+async def test_generate_reads_standard_input(served, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert await run("generate", "-", "--target", served.target) == 0
+    assert served.fake.requests[0].text == "from a pipe"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("bad", "sampling.top_p is 2; it must be in (0, 1]"),
+        ("busy", "the queue is full"),
+        ("fails", "the output ended early: lost (a retry may help)"),
+    ],
+)
+async def test_failure_is_one_line_and_exit_code_1(served, capsys, prompt, message):
+    assert await run("generate", prompt, "--target", served.target) == 1
+    assert capsys.readouterr().err == f"quire: {message}\n"
+
+
+async def test_chat_sends_the_whole_conversation_each_time(served, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n/new\nthird\n"))
+    assert await run("chat", "--target", served.target, "--system", "be brief") == 0
+    assert capsys.readouterr().out == "one two\n" * 3
+    chats = [
+        [(m.role, m.content) for m in request.chat.messages]
+        for request in served.fake.requests
+        if request.DESCRIPTOR.name == "TokenizeRequest"
+    ]
+    system = ("system", "be brief")
+    assert chats == [
+        [system, ("user", "first")],
+        [system, ("user", "first"), ("assistant", "one two"), ("user", "second")],
+        [system, ("user", "third")],
+    ]

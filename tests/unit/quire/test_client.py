@@ -1,0 +1,134 @@
+"""Both clients against a fake of the service."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from quire.client import (
+    AsyncClient,
+    ChatMessage,
+    Client,
+    FinishReason,
+    Load,
+    Model,
+    OutputDelta,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from rpc.errors import DeadlineExceededError, InvalidArgumentError, TooBusyError, UnavailableError
+
+EVENTS = [
+    OutputDelta(0, 0, (0,), "one", ()),
+    OutputDelta(0, 1, (1,), " two", ()),
+    OutputFinished(0, FinishReason.LENGTH),
+    Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
+]
+
+
+async def synchronously(target: str, call: Callable[[Client], object]) -> object:
+    def run() -> object:
+        with Client(target) as client:
+            return call(client)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_generate_streams_events(served):
+    async with AsyncClient(served.target) as client:
+        assert [event async for event in client.generate("hello")] == EVENTS
+    assert await synchronously(served.target, lambda c: list(c.generate("hello"))) == EVENTS
+
+
+async def test_unset_sampling_stays_unset_on_the_wire(served):
+    await synchronously(served.target, lambda c: list(c.generate("hello")))
+    (request,) = served.fake.requests
+    assert request.sampling.ListFields() == []
+    assert request.text == "hello"
+
+
+async def test_zero_is_sent_where_zero_is_not_the_default(served):
+    sampling = SamplingParams(temperature=0.0, seed=0, logprobs=0, logit_bias={3: 1.5})
+    events = await synchronously(served.target, lambda c: list(c.generate([4, 2], sampling, n=2)))
+    (request,) = served.fake.requests
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert dict(request.sampling.logit_bias) == {3: 1.5}
+    assert list(request.token_ids.ids) == [4, 2]
+    assert request.n == 2
+    assert not request.HasField("skip_special_tokens")
+    assert events[0].logprobs == (TokenLogprob(-0.5, ((0, -0.5),)),)
+
+
+async def test_generate_once_gives_whole_outputs(served):
+    completion = await synchronously(
+        served.target, lambda c: c.generate_once("x", stop=("!",), model="m")
+    )
+    assert [output.text for output in completion.outputs] == ["one"]
+    finished = completion.outputs[0].finished
+    assert (finished.finish_reason, finished.stop_string) == (FinishReason.STOP, "!")
+    assert list(served.fake.requests[0].request.stop) == ["!"]
+    async with AsyncClient(served.target) as client:
+        assert await client.generate_once("x", stop=("!",), model="m") == completion
+
+
+async def test_tokenize_sends_text_or_chat(served):
+    chat = [ChatMessage("user", "hi")]
+    async with AsyncClient(served.target) as client:
+        assert await client.tokenize("hi", add_special_tokens=False) == (5, 6, 7)
+        assert await client.tokenize(chat) == (5, 6, 7)
+        assert await client.detokenize([5, 6]) == "five six"
+    text, messages, _ = served.fake.requests
+    assert (text.text, text.add_special_tokens) == ("hi", False)
+    assert [(m.role, m.content) for m in messages.chat.messages] == [("user", "hi")]
+
+
+async def test_models_and_load(served):
+    models = await synchronously(served.target, lambda c: c.models())
+    assert models == (Model("m", max_model_len=64, vocab_size=9, eos_token_ids=(1,)),)
+    load = await synchronously(served.target, lambda c: c.load())
+    assert load == Load(2, 0, 0, 10, 0, 0, 0, 1)
+    async with AsyncClient(served.target) as client:
+        assert (await client.models(), await client.load()) == (models, load)
+
+
+async def test_refusal_is_the_service_s_own_error(served):
+    with pytest.raises(InvalidArgumentError, match="is 2; it must be in") as refusal:
+        await synchronously(served.target, lambda c: list(c.generate("bad")))
+    assert refusal.value.field == "sampling.top_p"
+    async with AsyncClient(served.target) as client:
+        with pytest.raises(TooBusyError) as busy:
+            await anext(client.generate("busy"))
+    assert busy.value.retry_after_s == 2.5
+
+
+async def test_service_that_is_not_there_is_unavailable():
+    with pytest.raises(UnavailableError):
+        await synchronously("127.0.0.1:1", lambda c: c.load(timeout_s=5))
+
+
+async def test_deadline_reaches_the_service(served):
+    with pytest.raises(DeadlineExceededError):
+        await synchronously(served.target, lambda c: list(c.generate("endless", timeout_s=0.2)))
+    await asyncio.wait_for(served.fake.cancelled.wait(), 20)
+
+
+async def test_leaving_a_stream_early_cancels_it(served):
+    def take_one(client: Client) -> object:
+        events = client.generate("endless")
+        event = next(events)
+        events.close()
+        return event
+
+    assert await synchronously(served.target, take_one) == EVENTS[0]
+    await asyncio.wait_for(served.fake.cancelled.wait(), 20)
+
+
+async def test_leaving_an_asynchronous_stream_early_cancels_it(served):
+    async with AsyncClient(served.target) as client:
+        events = client.generate("endless")
+        assert await anext(events) == EVENTS[0]
+        await events.aclose()
+        await asyncio.wait_for(served.fake.cancelled.wait(), 20)
