@@ -129,7 +129,7 @@ class Executor:
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
         # On CUDA a row's end may have become known after this step was launched.
-        is_live = ~self.rows.has_ended_as(rows, incarnations)
+        is_live = ~self.rows.has_ended(rows, incarnations)
         has_sampled = is_live & sampled.is_finite
         has_failed = is_live & ~sampled.is_finite
         stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)

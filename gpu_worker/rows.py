@@ -2,8 +2,8 @@
 
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
 every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
-(`store_sampled`), perhaps after the next step was started. So nothing here but `has_ended` depends
-on the value of a token.
+(`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
+value of a token.
 
 Each row's tokens, by position::
 
@@ -70,10 +70,10 @@ class Rows:
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
         """Decodes, in the scheduler's count: rows that have ended but are not released included."""
-        self.has_ended = np.zeros(num_rows, np.bool_)
-        """Sampled an end token, or could not sample: counted, but not computed any more."""
         self.incarnation = np.zeros(num_rows, np.int64)
         """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
+        self.ended_incarnation = np.full(num_rows, -1, np.int64)
+        """The last one that sampled an end token or could not sample: it is not computed further."""
 
     @property
     def num_used(self) -> int:
@@ -108,12 +108,13 @@ class Rows:
         self.token_ids[rows[current], positions[current]] = values[current]
 
     def end(self, rows: Int64Array, incarnations: Int64Array) -> None:
-        """Compute no more for these rows, unless they are another sequence's by now."""
-        self.has_ended[rows[self.is_current(rows, incarnations)]] = True
+        """Compute no more for these sequences; they may have lost their rows by now."""
+        self.ended_incarnation[rows] = incarnations
 
-    def has_ended_as(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """bool[N]: whether each sequence is known to have ended; false if the row has another."""
-        return self.has_ended[rows] & self.is_current(rows, incarnations)
+    def has_ended(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
+        """bool[N]: whether each sequence is known to have ended."""
+        ended: BoolArray = self.ended_incarnation[rows] == incarnations
+        return ended
 
     def clear(self) -> None:
         """Free all rows."""
@@ -138,7 +139,6 @@ class Rows:
         self.num_computed[row] = new.num_computed_tokens
         self.max_total[row] = new.max_total_tokens
         self.is_used[row] = True
-        self.has_ended[row] = False
         self.incarnation[row] += 1
 
     def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
@@ -158,6 +158,8 @@ class Rows:
         chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
         _require(self.is_used[chunk_rows], "chunk_rows", chunk_rows, "which is free")
         _require(~self.is_decoding[chunk_rows], "chunk_rows", chunk_rows, "which decodes")
+        has_room = self.num_tokens[chunk_rows] < self.max_total[chunk_rows]
+        _require(has_room, "chunk_rows", chunk_rows, "which has its max_total_tokens")
         num_left = self.num_tokens[chunk_rows] - self.num_computed[chunk_rows]
         _require(
             chunk_lens <= num_left,
@@ -165,7 +167,7 @@ class Rows:
             chunk_lens,
             "more than the row's tokens to compute",
         )
-        decodes = decoding[~self.has_ended[decoding]]
+        decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
         rows = np.concatenate([decodes, chunk_rows])
         lens = np.concatenate([np.ones_like(decodes), chunk_lens])
         if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:

@@ -1,16 +1,19 @@
 """Writes a trained model as a Hugging Face directory, with its model card."""
 
 import json
+import math
 import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from corpus import BOS, EOS
+from corpus import BOS, EOS, HELD_OUT_ONE_IN
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
+
+CARD = Path(__file__).parent / "card.md"
 
 # Users speak in comments, the assistant in code: the one kind of conversation that the training
 # text holds.
@@ -30,7 +33,9 @@ CHAT_TEMPLATE = (
 class Facts:
     """What the model card tells about the training."""
 
+    num_steps: int
     num_tokens: int
+    stream_shares: dict[str, float]
     corpus_tokens: dict[str, int]
     train_loss: float
     held_out_loss: float  # nats per token
@@ -89,60 +94,31 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 def _card(model: LlamaForCausalLM, facts: Facts) -> str:
     config = model.config
     num_parameters = sum(p.numel() for p in model.parameters())
-    bits_per_byte = facts.held_out_loss / facts.num_bytes_per_token / 0.6931
-    corpus = ", ".join(f"{name} {count / 1e6:.1f} M" for name, count in facts.corpus_tokens.items())
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [code, python]
----
-# quire-tiny-python
-
-A language model of {num_parameters / 1e6:.1f} million parameters that continues Python code. It is small
-enough to ship in Quire's repository, so that `quire up` has something to serve and the tests have
-something real to decode. It is not meant to be useful beyond that.
-
-| | |
-|---|---|
-| Architecture | Llama: {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} query heads, \
-{config.num_key_value_heads} key-value heads, tied embeddings, bfloat16 |
-| Context | {config.max_position_embeddings} tokens |
-| Vocabulary | {config.vocab_size}, byte-level BPE; {facts.num_bytes_per_token:.2f} bytes of Python per token |
-| Trained on | {facts.num_tokens / 1e6:.1f} M tokens, {facts.hours:.1f} hours |
-| Loss, training | {facts.train_loss:.3f} nats per token (average over all three streams) |
-| Loss, held out | {facts.held_out_loss:.3f} nats per token, {bits_per_byte:.3f} bits per byte, on library files not trained on |
-
-## Data and licence
-
-The sources of the standard library of CPython {platform.python_version()}, as installed with the
-interpreter that ran the training; nothing else. Tokens: {corpus}. The library is
-© Python Software Foundation, under the PSF License Agreement, which permits derivative works. The
-weights are released under Apache-2.0 like the rest of Quire. With so little text seen several times
-over, the model does recite: what it writes may be a passage of the standard library.
-
-## Prompts
-
-It continues code. A comment and the beginning of a definition work best:
-
-    # Return the sum of two numbers.
-    def add(
-
-The chat template writes what the user says as a comment and lets the assistant continue in code.
-The model has never seen a conversation and follows no instructions. Text begins with `{BOS}`; the
-model writes `{EOS}` where a piece of code is complete.
-
-## Limits
-
-Its code looks like Python and mostly parses; it rarely does anything sensible. It knows no
-language but Python and comments in English, and repeats itself when decoded greedily for long.
-
-## Training it again
-
-    pip install -e '.[worker,dev]'
-    python models/train.py --minutes {facts.hours * 60:.0f}
-
-Batches are a function of the seed ({facts.seed}) and the step; the number of steps depends on the
-machine, since the learning rate falls by the clock. `--export` writes this directory from the newest
-checkpoint.
-"""
+    streams = "\n".join(
+        f"| {name} | {facts.corpus_tokens[name] / 1e6:.1f} | {share:.0%} |"
+        for name, share in facts.stream_shares.items()
+    )
+    return CARD.read_text().format(
+        num_parameters=num_parameters / 1e6,
+        size_mb=2 * num_parameters / 1e6,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        max_model_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        num_bytes_per_token=facts.num_bytes_per_token,
+        num_tokens=facts.num_tokens / 1e6,
+        num_steps=facts.num_steps,
+        hours=facts.hours,
+        minutes=facts.hours * 60,
+        train_loss=facts.train_loss,
+        held_out_loss=facts.held_out_loss,
+        bits_per_byte=facts.held_out_loss / facts.num_bytes_per_token / math.log(2),
+        held_out_one_in=HELD_OUT_ONE_IN,
+        python_version=platform.python_version(),
+        streams=streams,
+        bos=BOS,
+        eos=EOS,
+        seed=facts.seed,
+    )

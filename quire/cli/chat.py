@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Sequence
 
+from quire.cli.command_error import CommandError
 from quire.cli.generate import sampling_from
 from quire.cli.settings import ChatSettings
 from quire.cli.streaming import show_one
 from quire.client import Client
 from quire.types import ChatMessage
+from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
 
@@ -16,30 +18,39 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(ChatSettings, "quire chat", argv)  # type: ignore[type-var]
     beginning = [ChatMessage("system", settings.system)] if settings.system else []
     messages = list(beginning)
-    with Client(settings.target) as client:
-        if sys.stdin.isatty():
-            import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
 
-            print("/new forgets the conversation, /quit or Ctrl-D ends.")
+        print("/new forgets the conversation, Ctrl-C an answer; /quit or Ctrl-D ends.")
+    with Client(settings.target) as client:
         while True:
             try:
-                said = input("> " if sys.stdin.isatty() else "").strip()
+                said = input("> " if is_terminal else "").strip()
             except EOFError:
                 return 0
             match said:
                 case "":
-                    pass
+                    continue
                 case "/quit":
                     return 0
                 case "/new":
                     messages = list(beginning)
-                case _:
-                    messages.append(ChatMessage("user", said))
-                    messages.append(ChatMessage("assistant", _answer(client, settings, messages)))
+                    continue
+            asked = [*messages, ChatMessage("user", said)]
+            try:
+                answer = _answer(client, settings, asked)
+            except (KeyboardInterrupt, QuireError, CommandError) as error:
+                if not is_terminal:
+                    raise
+                # The conversation goes on as if this had not been said.
+                print(f"\nquire: {error}" if str(error) else "")
+            else:
+                messages = [*asked, ChatMessage("assistant", answer)]
 
 
 def _answer(client: Client, settings: ChatSettings, messages: Sequence[ChatMessage]) -> str:
-    """Stream the assistant's answer; Ctrl-C ends it early."""
+    """Stream the assistant's answer; give its text."""
     prompt_token_ids = client.tokenize(
         messages, model=settings.served_model_name, timeout_s=settings.timeout_s
     )

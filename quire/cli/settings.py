@@ -108,7 +108,7 @@ class GenerateSettings(ClientSettings):
 
 
 class ChatSettings(ClientSettings):
-    """Chat with the model, streaming. /new forgets the conversation, /quit or Ctrl-D ends."""
+    """Chat with the model, streaming; /new forgets the conversation, /quit or Ctrl-D ends it."""
 
     system: str = ""
     """What the conversation begins with, as the system's message."""

@@ -77,7 +77,7 @@ def _show_load(console: Console, target: str) -> bool:
     except QuireError as error:
         console.print(f"load: [red]{target} does not say: {error}[/red]", soft_wrap=True)
         return False
-    console.print(describe_load(load))
+    console.print(describe_load(load), soft_wrap=True)
     return True
 
 

@@ -210,7 +210,9 @@ def _info(planned: Layout, directory: ServiceDir, running: Sequence[Running]) ->
 
 
 def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    # A full disk or a closed terminal must not end the service.
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 async def _follow(log_dir: Path, names: Sequence[str]) -> None:
@@ -231,7 +233,9 @@ async def _follow(log_dir: Path, names: Sequence[str]) -> None:
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let each signal that asks us to end call `stop`; two of them call it twice."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop)
     try:

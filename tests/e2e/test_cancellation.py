@@ -62,10 +62,13 @@ def _pass_deadline(service: Service, stack: ExitStack) -> Callable[[], object]:
     next(stream)
 
     def wait() -> None:
-        with pytest.raises(grpc.RpcError) as caught:
-            read(stream)
-            raise AssertionError("the stream ended well")
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # The client's own timer and the router's run out at the same time: either is heard first.
+        try:
+            (finished,) = read(stream).finished.values()
+            was_deadline = finished.finish_reason == common_pb2.FINISH_REASON_DEADLINE
+        except grpc.RpcError as error:
+            was_deadline = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert was_deadline
 
     return wait
 
@@ -234,8 +237,3 @@ async def test_a_deadline_that_has_no_chance_is_reported_as_such(service: Servic
             await read_aio(stream)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.to_thread(service.wait_until_idle)
-
-
-def test_finish_reason_tells_a_deadline_from_a_cancellation():
-    reasons = common_pb2.FinishReason.DESCRIPTOR.values_by_name
-    assert {"FINISH_REASON_CANCELLED", "FINISH_REASON_DEADLINE"} <= reasons.keys()

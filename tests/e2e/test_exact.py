@@ -65,8 +65,7 @@ def _random_prompts(seed: str) -> list[list[int]]:
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in LENGTHS]
     # Some that share blocks with those, and some that equal one: the prefix cache's work.
     longest = prompts[-1]
-    for num_shared in (15, 16, 32, 33, 100, 149):
-        prompts.append([*longest[:num_shared], draw.randrange(5, 500)])
+    prompts += [[*longest[:n], draw.randrange(5, 500)] for n in (15, 16, 32, 33, 100, 149)]
     return [*prompts, prompts[-1], prompts[14], prompts[15], prompts[16]]
 
 

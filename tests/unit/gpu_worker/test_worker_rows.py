@@ -103,6 +103,8 @@ def test_a_row_that_needs_one_token_only_never_decodes(rows):
     only = new_row(0, [1, 2], [0], max_total=3)
     rows.apply(step(new_rows=[only], chunk_rows=[0], chunk_lens=[2]))
     assert facts(rows.apply(step(num_decodes=0)))[0] == []
+    with pytest.raises(InvalidArgumentError, match="chunk_rows has 0, which has its max_total"):
+        rows.apply(step(chunk_rows=[0], chunk_lens=[1]))
 
 
 def test_an_ended_row_is_counted_but_not_computed_until_it_is_released(rows):
@@ -137,7 +139,8 @@ def test_a_released_row_is_free_for_the_next_in_the_same_step(rows):
     # What the first sequence did arrives late and touches the second one in nothing.
     rows.end(np.array([0]), late)
     rows.store_sampled(np.array([0]), late, np.array([1]), np.array([44]))
-    assert not rows.has_ended[0]
+    assert rows.has_ended(np.array([0]), late)
+    assert not rows.has_ended(np.array([0]), rows.incarnation[[0]])
     assert rows.token_ids[0, :2].tolist() == [8, 9]
 
 

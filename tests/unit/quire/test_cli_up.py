@@ -220,3 +220,38 @@ def test_environment_reaches_the_processes_but_ports_do_not(machine):
     assert flags[flags.index("--block-size") + 1] == "32"
     (service,) = machine.services
     assert [each.name for each in service.processes][:2] == ["worker-0", "worker-1"]
+
+
+def test_interrupted_detach_leaves_nothing(machine):
+    (machine.folder / "gpu_worker.not-ready").touch()
+    process = machine.up("--detach")
+    read_until(process, "worker-0: loading")
+    (service,) = machine.services
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIMEOUT_S) == 130
+    assert not any(map(is_alive, [service.pid, *pids(service)]))
+
+
+def test_status_tells_what_runs_and_whether_it_is_ready(machine):
+    machine.up("--detach").communicate(timeout=TIMEOUT_S)
+    (service,) = machine.services
+    (machine.folder / "scheduler_svc.not-ready").touch()
+    status = machine.start("status", COLUMNS="120")
+    output, _ = status.communicate(timeout=TIMEOUT_S)
+    assert status.returncode == 1
+    rows = [line.split() for line in output.splitlines() if service.http_address[:9] in line]
+    text = "\n".join(" ".join(row) for row in rows)
+    assert f"worker-0 │ {service.processes[0].pid} │ ready" in text
+    assert f"scheduler │ {service.processes[1].pid} │ loading 50%" in text
+
+
+def test_commands_without_a_service_say_so(machine):
+    status = machine.start("status")
+    output, _ = status.communicate(timeout=TIMEOUT_S)
+    assert (status.returncode, "no service of yours is up" in output) == (1, True)
+    down = machine.start("down", "--http-port", "1234")
+    output, _ = down.communicate(timeout=TIMEOUT_S)
+    assert (down.returncode, output) == (
+        1,
+        "quire: --http-port: 1234: no service of yours is there\n",
+    )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
+import aiohttp
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
@@ -48,6 +49,24 @@ async def running_scheduler(folder, workers, **options):
     finally:
         stop.set()
         await task
+
+
+async def get(scheduler, path):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{scheduler.http}{path}") as response,
+    ):
+        return response.status, await response.json()
+
+
+async def wait_until_not_ready(scheduler):
+    while (answer := await get(scheduler, "/ready"))[0] == 200:
+        pass
+    return answer
+
+
+def num_live(load):
+    return load.num_requests_running + load.num_requests_waiting
 
 
 class FakeRouter:

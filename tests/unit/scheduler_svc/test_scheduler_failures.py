@@ -3,35 +3,16 @@
 import asyncio
 import sys
 
-import aiohttp
 import grpc
 import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
-from scheduler_harness import running_scheduler
+from scheduler_harness import get, num_live, running_scheduler, wait_until_not_ready
 
 from quire.v1 import common_pb2
 from rpc.errors import StaleEpochError
 from rpc.packing import pack_int32
 
 pytestmark = pytest.mark.timeout(20)
-
-
-async def get(scheduler, path):
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{scheduler.http}{path}") as response,
-    ):
-        return response.status, await response.json()
-
-
-def num_live(load):
-    return load.num_requests_running + load.num_requests_waiting
-
-
-async def wait_until_not_ready(scheduler):
-    while (answer := await get(scheduler, "/ready"))[0] == 200:
-        pass
-    return answer
 
 
 async def test_sequences_go_on_when_their_worker_returns(folder, worker, connect):

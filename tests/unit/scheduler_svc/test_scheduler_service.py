@@ -1,11 +1,9 @@
 """The scheduler process over real gRPC, between a fake worker and a fake router."""
 
-import asyncio
-
 import grpc
 import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
-from scheduler_harness import running_scheduler
+from scheduler_harness import num_live, running_scheduler, wait_until_not_ready
 
 from quire.v1 import common_pb2, scheduler_pb2
 from rpc.packing import pack_int32
@@ -18,10 +16,6 @@ def is_idle(load):
         load.num_requests_running == load.num_requests_waiting == 0
         and load.num_free_blocks + load.num_cached_blocks == load.num_blocks
     )
-
-
-def num_live(load):
-    return load.num_requests_running + load.num_requests_waiting
 
 
 async def test_one_request_gets_its_tokens_and_one_end(folder, worker, connect):
@@ -345,7 +339,7 @@ async def test_drain_finishes_what_lives_and_refuses_what_comes(folder, worker, 
         await router.submit(0, [1, 2], max_tokens=30)
         await worker.wait_for_batches(2)
         scheduler.stop.set()
-        await asyncio.sleep(0)
+        await wait_until_not_ready(scheduler)
         await router.submit(1, [1, 2], max_tokens=30)
         await router.read_until(lambda: router.refused)
         assert router.refused[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
