@@ -13,12 +13,20 @@ import numpy as np
 import torch
 
 from gpu_worker.attention import AttentionMetadata
+from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampled, Sampler
 from gpu_worker.sequence_spans import SequenceSpans
-from gpu_worker.step import BoolArray, Limits, StepInput, StepOutput, TokenLogprob
+from gpu_worker.step import (
+    BoolArray,
+    Int32Array,
+    Limits,
+    StepInput,
+    StepOutput,
+    TokenLogprob,
+)
 from gpu_worker.upload import upload
 
 
@@ -53,6 +61,7 @@ class LaunchedStep:
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
+    failed_swap_in_block_ids: Int32Array
     start_s: float
 
     def is_done(self) -> bool:
@@ -71,9 +80,12 @@ class Executor:
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         spans: SequenceSpans | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
+        """`host_pool` may be None if no step swaps."""
         self._model = model
         self._pool = pool
+        self._host_pool = host_pool
         self._limits = limits
         self._device = device
         self._spans = spans or SequenceSpans()
@@ -106,6 +118,7 @@ class Executor:
         start_s = time.monotonic()
         scheduled = self.rows.apply(step)
         self._change_sequences(step)
+        failed_swap_ins = self._swap(step)
         if len(step.copy_src_block_ids):
             blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
             src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
@@ -120,7 +133,7 @@ class Executor:
             )
             if len(scheduled.sampling):
                 readback = Readback(self._sample(hidden, batch, scheduled))
-        return LaunchedStep(step.step_id, scheduled, readback, start_s)
+        return LaunchedStep(step.step_id, scheduled, readback, failed_swap_ins, start_s)
 
     def collect(self, launched: LaunchedStep) -> StepOutput:
         """Wait for a launched step and say what it produced; in the order of launching."""
@@ -145,10 +158,20 @@ class Executor:
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
             stopped_rows=rows[stops].astype(np.int32),
             failed_rows=rows[has_failed].astype(np.int32),
+            failed_swap_in_block_ids=launched.failed_swap_in_block_ids,
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=time.monotonic() - launched.start_s,
         )
+
+    def _swap(self, step: StepInput) -> Int32Array:
+        """Start the moves between device and host; int32[F]: device blocks for which they fail."""
+        if self._host_pool is None:
+            return step.swap_in_dst_block_ids  # none: there are no host blocks to name
+        self._host_pool.begin_step()
+        if len(step.swap_out_src_block_ids):
+            self._host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
+        return self._host_pool.swap_in(step.swap_in_src_block_ids, step.swap_in_dst_block_ids)
 
     def _change_sequences(self, step: StepInput) -> None:
         """Tell the sampler and the spans which sequences went and came."""

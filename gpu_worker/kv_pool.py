@@ -54,6 +54,11 @@ class KvPool:
         """The values of one layer: a strided view `[B, P, HKV, D]`."""
         return self._value_caches[layer]
 
+    @property
+    def blocks_as_bytes(self) -> torch.Tensor:
+        """All blocks, as moving them sees them: a view uint8[B, block_bytes]."""
+        return self._blocks.view(torch.uint8)
+
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks `src` to `dst`, as if every read came before every write.
 

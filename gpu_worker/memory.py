@@ -1,4 +1,4 @@
-"""Decides how many KV blocks fit."""
+"""Decides how many KV blocks fit, on the device and on the host."""
 
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from gpu_worker.step import Limits, NewRow, StepInput
 _GIB = 1024**3
 _DEFAULT_CPU_BYTES = _GIB
 _CPU_SHARE = 0.5
+_DEFAULT_HOST_BYTES = 4 * _GIB
+_HOST_SHARE = 0.25
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -36,6 +38,17 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
 def free_cpu_kv_bytes() -> int:
     """KV memory on a CPU if nobody says how much: 1 GiB, or half of what is free if less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
+
+
+def free_host_kv_bytes(device: torch.device) -> int:
+    """Host memory for KV if nobody says how much.
+
+    On a GPU 4 GiB, or a quarter of what is free if less: it is pinned, which takes it from all
+    others. On a CPU none: what it would hold, the pool could hold in the same memory.
+    """
+    if device.type != "cuda":
+        return 0
+    return min(_DEFAULT_HOST_BYTES, int(available_bytes() * _HOST_SHARE))
 
 
 def available_bytes() -> int:

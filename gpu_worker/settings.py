@@ -44,6 +44,12 @@ class WorkerSettings(ProcessSettings):
     1 GiB or half of what is free, whichever is less."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, work space and KV may take together."""
+    host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Host memory in GiB for KV that the device has no room for; unset: on a GPU 4 GiB or a quarter
+    of what is free, whichever is less, on a CPU none, because there it is the same memory."""
+    kv_checksum: bool = False
+    """Whether each block that comes back from host memory is checked; if it has changed, its tokens
+    are computed again."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU; unset: one for each physical core this process may use."""
 

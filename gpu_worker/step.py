@@ -40,6 +40,7 @@ class Limits:
     block_size: int
     """Token slots of one block."""
     vocab_size: int
+    num_host_blocks: int = 0
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -78,6 +79,13 @@ class StepInput:
     appended_rows: Int32Array = field(default_factory=_no_ints)
     """Rows that get one more block, parallel to `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=_no_ints)
+    swap_out_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks whose contents go to host blocks, `swap_out_dst_block_ids`, first of all."""
+    swap_out_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    swap_in_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose contents go to device blocks, `swap_in_dst_block_ids`, by the time that the
+    next step computes."""
+    swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
     copy_src_block_ids: Int32Array = field(default_factory=_no_ints)
     """Blocks whose contents go to `copy_dst_block_ids` before anything is computed."""
     copy_dst_block_ids: Int32Array = field(default_factory=_no_ints)
@@ -115,3 +123,5 @@ class StepOutput:
     """Tokens that went through the model."""
     execute_s: float
     """Seconds from taking the step up to having its result."""
+    failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Those of the step's `swap_in_dst_block_ids` whose content is not to be trusted."""

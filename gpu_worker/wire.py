@@ -22,17 +22,21 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         InvalidArgumentError: names the field that is malformed or out of range.
     """
     appended_rows = _rows(batch.appended_rows, "appended_rows", limits)
-    appended_block_ids = _blocks(batch.appended_block_ids, "appended_block_ids", limits)
-    copies = batch.kv_commands
-    src = _blocks(copies.copy_src_block_ids, "kv_commands.copy_src_block_ids", limits)
-    dst = _blocks(copies.copy_dst_block_ids, "kv_commands.copy_dst_block_ids", limits)
+    appended_block_ids = _blocks(batch.appended_block_ids, "appended_block_ids", limits.num_blocks)
     chunk_rows = _rows(batch.chunk_rows, "chunk_rows", limits)
     chunk_lens = unpack_int32(batch.chunk_lens, "chunk_lens")
     _require_parallel("appended_block_ids", appended_block_ids, "appended_rows", appended_rows)
-    _require_parallel("kv_commands.copy_dst_block_ids", dst, "copy_src_block_ids", src)
     _require_parallel("chunk_lens", chunk_lens, "chunk_rows", chunk_rows)
     _require_range("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
-    _require_distinct("kv_commands.copy_dst_block_ids", dst)
+    device, host = limits.num_blocks, limits.num_host_blocks
+    copy_src, copy_dst = _moves(batch.kv_commands, "copy", device, device)
+    out_src, out_dst = _moves(batch.kv_commands, "swap_out", device, host)
+    in_src, in_dst = _moves(batch.kv_commands, "swap_in", host, device)
+    if len(out_src) and len(in_src):
+        raise InvalidArgumentError(
+            "kv_commands.swap_in_src_block_ids",
+            f"has {len(in_src)} entries in a step that swaps out; it must have none",
+        )
     return StepInput(
         step_id=batch.step_id,
         num_decodes=batch.num_decodes,
@@ -40,8 +44,12 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         new_rows=tuple(_new_row_from_proto(new, limits) for new in batch.new_sequences),
         appended_rows=appended_rows,
         appended_block_ids=appended_block_ids,
-        copy_src_block_ids=src,
-        copy_dst_block_ids=dst,
+        swap_out_src_block_ids=out_src,
+        swap_out_dst_block_ids=out_dst,
+        swap_in_src_block_ids=in_src,
+        swap_in_dst_block_ids=in_dst,
+        copy_src_block_ids=copy_src,
+        copy_dst_block_ids=copy_dst,
         chunk_rows=chunk_rows,
         chunk_lens=chunk_lens,
     )
@@ -56,6 +64,7 @@ def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResul
         sampled_token_ids=pack_int32(output.sampled_token_ids),
         stopped_rows=pack_int32(output.stopped_rows),
         failed_rows=pack_int32(output.failed_rows),
+        failed_swap_in_block_ids=pack_int32(output.failed_swap_in_block_ids),
         logprobs=[_logprob_to_proto(logprob) for logprob in output.logprobs],
         execute_s=output.execute_s,
     )
@@ -78,6 +87,9 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
         block_bytes=info.block_bytes,
+        num_host_blocks=limits.num_host_blocks,
+        swap_bytes_per_s=info.swap_bytes_per_s,
+        prefill_tokens_per_s=info.prefill_tokens_per_s,
         dtype=info.dtype,
     )
 
@@ -143,7 +155,7 @@ def sampling_params_from_proto(
 
 def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
     token_ids = unpack_int32(new.token_ids, "new_sequences.token_ids")
-    block_ids = _blocks(new.block_ids, "new_sequences.block_ids", limits)
+    block_ids = _blocks(new.block_ids, "new_sequences.block_ids", limits.num_blocks)
     num_tokens = len(token_ids)
     _require_number("new_sequences.row", new.row, 0, limits.max_num_seqs - 1)
     _require_count("new_sequences.token_ids", num_tokens, 1, limits.max_model_len - 1)
@@ -194,10 +206,22 @@ def _rows(packed: bytes, field: str, limits: Limits) -> Int32Array:
     return rows
 
 
-def _blocks(packed: bytes, field: str, limits: Limits) -> Int32Array:
+def _blocks(packed: bytes, field: str, num_blocks: int) -> Int32Array:
     block_ids = unpack_int32(packed, field)
-    _require_range(field, block_ids, 0, limits.num_blocks - 1)
+    _require_range(field, block_ids, 0, num_blocks - 1)
     return block_ids
+
+
+def _moves(
+    commands: worker_pb2.KvCommands, kind: str, num_src_blocks: int, num_dst_blocks: int
+) -> tuple[Int32Array, Int32Array]:
+    """The source and target blocks of a kind of moves; targets are distinct."""
+    src_name, dst_name = f"{kind}_src_block_ids", f"{kind}_dst_block_ids"
+    src = _blocks(getattr(commands, src_name), f"kv_commands.{src_name}", num_src_blocks)
+    dst = _blocks(getattr(commands, dst_name), f"kv_commands.{dst_name}", num_dst_blocks)
+    _require_parallel(f"kv_commands.{dst_name}", dst, src_name, src)
+    _require_distinct(f"kv_commands.{dst_name}", dst)
+    return src, dst
 
 
 def _require_parallel(field: str, values: Int32Array, other: str, others: Int32Array) -> None:

@@ -21,6 +21,10 @@ class WorkerInfo:
     """Of one block, over all layers."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
+    swap_bytes_per_s: float = 0.0
+    """How fast blocks move between device and host; 0: not measured."""
+    prefill_tokens_per_s: float = 0.0
+    """How fast prompts are computed; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,3 +140,11 @@ class Load:
     num_cached_blocks: int
     block_size: int
     num_workers: int
+    num_requests_swapped: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    num_cached_host_blocks: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_demoted_blocks: int
+    num_promoted_blocks: int

@@ -183,6 +183,14 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         num_cached_blocks=message.num_cached_blocks,
         block_size=message.block_size,
         num_workers=message.num_workers,
+        num_requests_swapped=message.num_requests_swapped,
+        num_host_blocks=message.num_host_blocks,
+        num_free_host_blocks=message.num_free_host_blocks,
+        num_cached_host_blocks=message.num_cached_host_blocks,
+        num_swapped_out_blocks=message.num_swapped_out_blocks,
+        num_swapped_in_blocks=message.num_swapped_in_blocks,
+        num_demoted_blocks=message.num_demoted_blocks,
+        num_promoted_blocks=message.num_promoted_blocks,
     )
 
 
@@ -197,4 +205,12 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         num_cached_blocks=load.num_cached_blocks,
         block_size=load.block_size,
         num_workers=load.num_workers,
+        num_requests_swapped=load.num_requests_swapped,
+        num_host_blocks=load.num_host_blocks,
+        num_free_host_blocks=load.num_free_host_blocks,
+        num_cached_host_blocks=load.num_cached_host_blocks,
+        num_swapped_out_blocks=load.num_swapped_out_blocks,
+        num_swapped_in_blocks=load.num_swapped_in_blocks,
+        num_demoted_blocks=load.num_demoted_blocks,
+        num_promoted_blocks=load.num_promoted_blocks,
     )

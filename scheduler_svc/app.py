@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from rpc.health import Health
 from rpc.server import Addresses, serve
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
@@ -108,4 +108,10 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
         max_prefill_chunk=settings.max_prefill_chunk,
+        num_host_blocks=info.num_host_blocks,
+        bytes_per_block=info.block_bytes,
+        swap_bytes_per_s=info.swap_bytes_per_s,
+        prefill_tokens_per_s=info.prefill_tokens_per_s,
+        preemption_mode=PreemptionMode(settings.preemption_mode),
+        max_swap_blocks=settings.max_swap_blocks,
     )

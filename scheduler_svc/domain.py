@@ -29,6 +29,12 @@ class WorkerInfo:
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
+    block_bytes: int
+    num_host_blocks: int
+    swap_bytes_per_s: float
+    """How fast blocks move between device and host; 0: not measured."""
+    prefill_tokens_per_s: float
+    """How fast prompts are computed; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

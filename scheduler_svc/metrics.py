@@ -118,6 +118,22 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
         "Device blocks that only the prefix cache holds.",
         lambda load: load.num_cached_blocks,
     ),
+    (
+        "quire_num_requests_swapped",
+        "Sequences that wait for admission with their KV in host blocks.",
+        lambda load: load.num_swapped,
+    ),
+    ("quire_kv_host_blocks", "Host blocks.", lambda load: load.num_host_blocks),
+    (
+        "quire_kv_free_host_blocks",
+        "Host blocks that hold nothing.",
+        lambda load: load.num_free_host_blocks,
+    ),
+    (
+        "quire_kv_cached_host_blocks",
+        "Host blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_host_blocks,
+    ),
 )
 
 _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
@@ -132,6 +148,31 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
         lambda load: load.prefix_cache_hits,
     ),
     ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
+    (
+        "quire_recomputed_tokens",
+        "Tokens that preempted sequences had to compute again.",
+        lambda load: load.num_recomputed_tokens,
+    ),
+    (
+        "quire_kv_swapped_out_blocks",
+        "Blocks copied from device to host, demoted ones included.",
+        lambda load: load.num_swapped_out_blocks,
+    ),
+    (
+        "quire_kv_swapped_in_blocks",
+        "Blocks copied from host to device, promoted ones included.",
+        lambda load: load.num_swapped_in_blocks,
+    ),
+    (
+        "quire_kv_demoted_blocks",
+        "Cached blocks copied to the host when the device needed their room.",
+        lambda load: load.num_demoted_blocks,
+    ),
+    (
+        "quire_kv_promoted_blocks",
+        "Blocks that prompts found in the host's part of the prefix cache.",
+        lambda load: load.num_promoted_blocks,
+    ),
     ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
 )
 

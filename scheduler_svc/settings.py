@@ -1,7 +1,7 @@
 """What the operator tells a scheduler."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
@@ -35,6 +35,11 @@ class SchedulerSettings(ProcessSettings):
     """Share of the blocks that admission leaves free for the running sequences to grow into."""
     max_prefill_chunk: Annotated[int, Field(ge=1)] | None = None
     """Most prompt tokens of one sequence in one step; default: what the worker allows."""
+    preemption_mode: Literal["cost", "swap", "recompute"] = "cost"
+    """What becomes of the KV of a sequence that must make room: swap moves it to the worker's host
+    memory as long as there is some, recompute drops it, cost does what takes less time."""
+    max_swap_blocks: Annotated[int, Field(ge=1)] = 256
+    """Most blocks that one step brings back from host memory, most cached ones it saves there."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16

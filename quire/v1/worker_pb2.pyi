@@ -22,7 +22,7 @@ class AttachResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,9 @@ class WorkerInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -41,7 +44,10 @@ class WorkerInfo(_message.Message):
     block_size: int
     block_bytes: int
     dtype: str
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    num_host_blocks: int
+    swap_bytes_per_s: float
+    prefill_tokens_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes")
@@ -92,15 +98,23 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., output_index: _Optional[int] = ...) -> None: ...
 
 class KvCommands(_message.Message):
-    __slots__ = ("copy_src_block_ids", "copy_dst_block_ids")
+    __slots__ = ("copy_src_block_ids", "copy_dst_block_ids", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids")
     COPY_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     COPY_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     copy_src_block_ids: bytes
     copy_dst_block_ids: bytes
-    def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ...) -> None: ...
+    swap_out_src_block_ids: bytes
+    swap_out_dst_block_ids: bytes
+    swap_in_src_block_ids: bytes
+    swap_in_dst_block_ids: bytes
+    def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s")
+    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s", "failed_swap_in_block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +123,7 @@ class StepResult(_message.Message):
     FAILED_ROWS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_SWAP_IN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     sampled_rows: bytes
@@ -117,7 +132,8 @@ class StepResult(_message.Message):
     failed_rows: bytes
     logprobs: _containers.RepeatedCompositeFieldContainer[SampledLogprob]
     execute_s: float
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ...) -> None: ...
+    failed_swap_in_block_ids: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ..., failed_swap_in_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class SampledLogprob(_message.Message):
     __slots__ = ("index", "logprob")

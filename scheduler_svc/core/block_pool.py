@@ -1,8 +1,8 @@
-"""The device's blocks: who may write which, which are free, which are findable by content.
+"""The blocks of one tier: who may write which, which are free, which are findable by content.
 
 A block is in one of three states, told by its reference count and whether it has a hash:
 
-    ref_count > 0            held: by block tables, or by steps in flight (`StepHolds`)
+    ref_count > 0            held: by block tables, by steps in flight, by swap-ins under way
     ref_count = 0, a hash    cached: findable, and evicted oldest first when blank ones run out
     ref_count = 0, no hash   blank
 
@@ -11,26 +11,36 @@ whoever finds it. Only a block with one holder and no hash is ever written.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NewType
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NewType, TypeVar
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
 
 DeviceBlockId = NewType("DeviceBlockId", int)
+HostBlockId = NewType("HostBlockId", int)
+
+BlockIdT = TypeVar("BlockIdT", bound=int)
 
 
-class BlockPool:
+class BlockPool(Generic[BlockIdT]):
     """Allocates, shares and takes back blocks; the one owner of their reference counts."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_id: Callable[[int], BlockIdT],
+        on_evict: Callable[[BlockIdT, BlockHash], None] | None = None,
+    ) -> None:
+        """`on_evict` hears of each cached block that `allocate` gives away, and of its hash."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
-        self._hash_to_block: dict[BlockHash, DeviceBlockId] = {}
+        self._hash_to_block: dict[BlockHash, BlockIdT] = {}
         # A stack, so that low numbers are used first and again, and the pool's end stays empty.
-        self._blank = [DeviceBlockId(b) for b in reversed(range(num_blocks))]
-        self._cached: OrderedDict[DeviceBlockId, None] = OrderedDict()
+        self._blank = [block_id(b) for b in reversed(range(num_blocks))]
+        self._cached: OrderedDict[BlockIdT, BlockHash] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -42,11 +52,16 @@ class BlockPool:
         """Blocks that nobody holds and that can still be found by hash."""
         return len(self._cached)
 
-    def ref_count(self, block: DeviceBlockId) -> int:
+    @property
+    def num_blank(self) -> int:
+        """Blocks that `allocate` can give without evicting one."""
+        return len(self._blank)
+
+    def ref_count(self, block: BlockIdT) -> int:
         """Return how many hold `block`."""
         return self._ref_counts[block]
 
-    def allocate(self, count: int) -> list[DeviceBlockId]:
+    def allocate(self, count: int) -> list[BlockIdT]:
         """Take `count` blocks, each with one holder and no hash: blank, then the oldest cached.
 
         Raises:
@@ -56,14 +71,16 @@ class BlockPool:
             raise BrokenInvariantError(f"allocate({count}) with {self.num_free} free blocks")
         blocks = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
         while len(blocks) < count:
-            block, _ = self._cached.popitem(last=False)
+            block, block_hash = self._cached.popitem(last=False)
             self._unpublish(block)
             blocks.append(block)
+            if self._on_evict is not None:
+                self._on_evict(block, block_hash)
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
-    def share(self, blocks: Iterable[DeviceBlockId]) -> None:
+    def share(self, blocks: Iterable[BlockIdT]) -> None:
         """Add a holder to each block, which is held or cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
@@ -72,7 +89,7 @@ class BlockPool:
                 del self._cached[block]
             self._ref_counts[block] += 1
 
-    def drop(self, blocks: Sequence[DeviceBlockId]) -> None:
+    def drop(self, blocks: Sequence[BlockIdT]) -> None:
         """Remove a holder from each block of a table.
 
         The table's last blocks become free first, so they are evicted before the prefixes they
@@ -84,25 +101,26 @@ class BlockPool:
                 raise BrokenInvariantError(f"drop of free block {block}")
             self._ref_counts[block] = count
             if count == 0:
-                if self._hashes[block] is None:
+                if (block_hash := self._hashes[block]) is None:
                     self._blank.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cached[block] = block_hash
 
-    def publish(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
+    def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
         """Make a held, full block findable. If another block has this content, that one stays."""
         if self._hashes[block] is None and block_hash not in self._hash_to_block:
             self._hashes[block] = block_hash
             self._hash_to_block[block_hash] = block
 
-    def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
-        """Make held blocks unfindable, because their content is not to be trusted."""
+    def forget(self, blocks: Iterable[BlockIdT]) -> None:
+        """Make blocks unfindable, because their content is not to be trusted."""
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                raise BrokenInvariantError(f"forget of free block {block}")
             self._unpublish(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._blank.append(block)
 
-    def find(self, hashes: Iterable[BlockHash]) -> list[DeviceBlockId]:
+    def find(self, hashes: Iterable[BlockHash]) -> list[BlockIdT]:
         """Return the blocks of the longest prefix of `hashes` that is findable; changes nothing."""
         blocks = []
         for block_hash in hashes:
@@ -112,7 +130,7 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def _unpublish(self, block: DeviceBlockId) -> None:
+    def _unpublish(self, block: BlockIdT) -> None:
         block_hash = self._hashes[block]
         if block_hash is not None:
             del self._hash_to_block[block_hash]

@@ -1,6 +1,18 @@
 """The room that a scheduler core divides, and how it divides it."""
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class PreemptionMode(Enum):
+    """What becomes of the KV of a sequence that is preempted."""
+
+    COST = "cost"
+    """SWAP or RECOMPUTE, whichever takes less time, by the rates that the worker measured."""
+    SWAP = "swap"
+    """It is moved to the host, as long as there is room, and back later."""
+    RECOMPUTE = "recompute"
+    """It is dropped, and computed again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +37,19 @@ class SchedulerConfig:
     """Share of the blocks that admission leaves free for the running sequences to grow into."""
     max_prefill_chunk: int | None = None
     """Most known tokens of one sequence in one step; None: the token budget."""
+    num_host_blocks: int = 0
+    """Host blocks; 0: there is no host tier."""
+    bytes_per_block: int = 0
+    """Size of a block, in either tier."""
+    swap_bytes_per_s: float = 0.0
+    """How fast blocks move between the tiers; 0: not known."""
+    prefill_tokens_per_s: float = 0.0
+    """How fast prompts are computed; 0: not known."""
+    preemption_mode: PreemptionMode = PreemptionMode.COST
+    """What becomes of a preempted sequence's KV, if there is a host tier."""
+    max_swap_blocks: int = 256
+    """Most blocks that one step swaps in, and most that it demotes. What preemption swaps out is
+    not bounded: its room is needed at once."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -39,6 +64,16 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_prefill_chunk is {self.max_prefill_chunk}; it must be at least 1"
             )
+        for name in (
+            "num_host_blocks",
+            "bytes_per_block",
+            "swap_bytes_per_s",
+            "prefill_tokens_per_s",
+        ):
+            if not getattr(self, name) >= 0:  # also for NaN
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.max_swap_blocks < 1:
+            raise ValueError(f"max_swap_blocks is {self.max_swap_blocks}; it must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
 
@@ -49,6 +84,8 @@ class SchedulerLoad:
 
     num_running: int
     num_waiting: int
+    num_swapped: int
+    """Those of the waiting whose KV is on the host."""
     max_num_seqs: int
     num_blocks: int
     num_free_blocks: int
@@ -63,3 +100,18 @@ class SchedulerLoad:
     """Tokens found, since the start."""
     num_steps: int
     """Steps scheduled, since the start."""
+    num_recomputed_tokens: int
+    """Tokens that preempted sequences have to compute again, since the start."""
+    num_host_blocks: int
+    num_free_host_blocks: int
+    """Blank host blocks: they hold nothing."""
+    num_cached_host_blocks: int
+    """Host blocks that nobody holds and that the prefix cache can still find."""
+    num_swapped_out_blocks: int
+    """Blocks copied from device to host, since the start, demoted ones included."""
+    num_swapped_in_blocks: int
+    """Blocks copied from host to device, since the start, promoted ones included."""
+    num_demoted_blocks: int
+    """Cached blocks copied to the host when the device needed their room, since the start."""
+    num_promoted_blocks: int
+    """Blocks that admission found on the host, since the start."""

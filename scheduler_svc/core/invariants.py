@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.block_pool import BlockIdT, BlockPool, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import RUNNING, SeqStatus
+from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 
 
 def check(core: Scheduler) -> None:
@@ -14,11 +14,6 @@ def check(core: Scheduler) -> None:
     Raises:
         BrokenInvariantError: Naming what is wrong.
     """
-
-    def expect(condition: object, what: str) -> None:
-        if not condition:
-            raise BrokenInvariantError(what)
-
     pool, rows = core._pool, core._rows  # noqa: SLF001
     live = [seq for by_key in core._live.values() for seq in by_key.values()]  # noqa: SLF001
     running = [seq for seq in live if seq.status in RUNNING]
@@ -28,62 +23,113 @@ def check(core: Scheduler) -> None:
         holders.update(seq.block_ids)
         if seq.copy_from is not None:
             holders[seq.copy_from] += 1
-    free = set(pool._blank) | set(pool._cached)  # noqa: SLF001
-    expect(len(free) == pool.num_free, "a block is free twice")
-    for block in map(DeviceBlockId, range(pool.num_blocks)):
-        refs = pool.ref_count(block)
-        expect(refs == holders[block], f"block {block}: {refs} counted, {holders[block]} hold it")
-        expect(
-            (refs == 0) == (block in free), f"block {block}: {refs} hold it, free: {block in free}"
-        )
-    for block_hash, block in pool._hash_to_block.items():  # noqa: SLF001
-        expect(pool._hashes[block] == block_hash, f"block {block} is found by another's hash")  # noqa: SLF001
-    expect(
-        sum(h is not None for h in pool._hashes) == len(pool._hash_to_block),  # noqa: SLF001
-        "a block has a hash and cannot be found",
-    )
+    _check_pool(pool, holders)
+    _check_host(core, live)
 
     owned = [seq.row for seq in running if seq.row is not None]
     places = owned + core._steps.held_rows + rows._free  # noqa: SLF001
-    expect(sorted(places) == list(range(rows.max_num_seqs)), "a row is nowhere, or twice")
+    _expect(sorted(places) == list(range(rows.max_num_seqs)), "a row is nowhere, or twice")
     for seq in running:
         assert seq.row is not None
-        expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
+        _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
         slots = len(seq.block_ids) * core.config.block_size
         known = rows.num_tokens(seq.row)
-        expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
+        _expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
         if seq.status is SeqStatus.PREFILL:
-            expect(seq.num_computed_tokens < known, "a computed prompt is still in prefill")
+            _expect(seq.num_computed_tokens < known, "a computed prompt is still in prefill")
             writable = seq.block_ids[seq.num_computed_tokens // core.config.block_size :]
-            expect(
+            _expect(
                 all(pool.ref_count(block) == 1 for block in writable),
                 f"sequence {seq.seq_id} would write a shared block",
             )
 
-    expect(
+    _expect(
         set(core._running._seqs.values()) == set(running)  # noqa: SLF001
         and list(core._running.prefilling)  # noqa: SLF001
         == sorted((s for s in running if s.status is SeqStatus.PREFILL), key=lambda s: s.order),
         "the running sequences are not those listed",
     )
-    waiting = [seq for seq in live if seq.status is SeqStatus.WAITING]
-    expect(
+    waiting = [seq for seq in live if seq.status in QUEUED]
+    _expect(
         len(core._waiting) == len(waiting) and all(seq in core._waiting for seq in waiting),  # noqa: SLF001
         "the waiting sequences are not those queued",
     )
     siblings = [sibling for seq in live for sibling in seq.siblings]
-    expect(
+    _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)
         and len(siblings) == core._num_siblings,  # noqa: SLF001
         "a sibling has no leader, or two",
     )
     next_step = core._steps.last + 1  # noqa: SLF001
     decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
-    expect(
+    _expect(
         core._running.num_decoding == sum((s.last_step or 0) >= next_step for s in decoding),  # noqa: SLF001
         "the decoding sequences are miscounted",
     )
-    expect(
+    _expect(
         core._steps or not core._steps.hold_blocks,  # noqa: SLF001
         "blocks are held for a step that is not in flight",
     )
+
+
+def _expect(condition: object, what: str) -> None:
+    if not condition:
+        raise BrokenInvariantError(what)
+
+
+def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
+    blocks = pool._blank + list(pool._cached)  # noqa: SLF001
+    free = set(blocks)
+    _expect(len(free) == len(blocks), "a block is free twice")
+    _expect(free.isdisjoint(holders), f"blocks {free & set(holders)} are held and free")
+    _expect(len(free) + len(holders) == pool.num_blocks, "a block is neither held nor free")
+    for block in free | set(holders):
+        refs = pool.ref_count(block)
+        _expect(refs == holders[block], f"block {block}: {refs} counted, {holders[block]} hold it")
+    for block, block_hash in pool._cached.items():  # noqa: SLF001
+        _expect(pool._hashes[block] == block_hash, f"block {block} is cached under another hash")  # noqa: SLF001
+    for block_hash, block in pool._hash_to_block.items():  # noqa: SLF001
+        _expect(pool._hashes[block] == block_hash, f"block {block} is found by another's hash")  # noqa: SLF001
+    _expect(
+        sum(h is not None for h in pool._hashes) == len(pool._hash_to_block),  # noqa: SLF001
+        "a block has a hash and cannot be found",
+    )
+
+
+def _check_host(core: Scheduler, live: list[Sequence]) -> None:
+    tier = core._tier  # noqa: SLF001
+    waiting = list(tier._swap_ins.items())  # noqa: SLF001
+    moves = waiting + [move for _, step in tier._in_flight for move in step.items()]  # noqa: SLF001
+    holders: Counter[HostBlockId] = Counter(source for _, source in moves)
+    for seq in live:
+        holders.update(seq.host_block_ids)
+    _check_pool(tier.pool, holders)
+    for source, target in tier._targets.items():  # noqa: SLF001
+        _expect((target, source) in moves, f"host block {source} is not on its way to {target}")
+    for target, _ in waiting:
+        _expect(core._pool._hashes[target] is None, f"block {target} is found before it is there")  # noqa: SLF001
+        _expect(
+            any(target in seq.loading_block_ids for seq in live),
+            f"nobody waits for the swap-in to block {target}",
+        )
+
+    swapped = [seq for seq in live if seq.status is SeqStatus.SWAPPED]
+    _expect(len(swapped) == core._num_swapped, "the swapped sequences are miscounted")  # noqa: SLF001
+    for seq in swapped:
+        slots = len(seq.host_block_ids) * core.config.block_size
+        _expect(
+            0 < seq.num_computed_tokens <= slots and seq.num_computed_tokens < len(seq.token_ids),
+            f"sequence {seq.seq_id}: {seq.num_computed_tokens} tokens in {slots} host slots",
+        )
+    loading = [seq for seq in live if seq.loading_block_ids]
+    _expect(
+        set(core._running._loading.values()) == set(loading),  # noqa: SLF001
+        "the sequences that are being swapped in are not those listed",
+    )
+    for seq in live:
+        _expect(
+            not seq.host_block_ids or seq.status is SeqStatus.SWAPPED or seq in loading,
+            f"sequence {seq.seq_id} holds host blocks that it does not need",
+        )
+        for block in seq.loading_block_ids:
+            _expect(tier.is_loading(block), f"sequence {seq.seq_id} waits for {block} in vain")

@@ -4,7 +4,8 @@ A row is the place of a running sequence in the worker, in [0, max_num_seqs). Al
 one-dimensional int32; arrays named in one docstring are parallel.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NewType, TypeAlias
 
 import numpy as np
@@ -16,6 +17,18 @@ StepId = NewType("StepId", int)
 """One schedule, execute, update turn; strictly increasing."""
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+_NO_INTS: Int32Array = np.empty(0, np.int32)
+
+
+def ints(values: Sequence[int]) -> Int32Array:
+    """Return int32[N]; most lists of a step are empty, and share one array."""
+    return np.array(values, np.int32) if values else _NO_INTS
+
+
+def _no_ints() -> Int32Array:
+    return _NO_INTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +71,13 @@ class StepPlan:
     """Rows that decode, one token each, without being named."""
     num_scheduled_tokens: int
     """Tokens this step computes in all."""
+    swap_out_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks copied to `swap_out_dst_block_ids` before anything else in the step."""
+    swap_out_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    swap_in_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks copied to `swap_in_dst_block_ids`; they are there when the step is done. Not in
+    a step that swaps out."""
+    swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +92,8 @@ class StepOutcome:
     """Those of `sampled_rows` whose token ends the sequence."""
     failed_rows: Int32Array
     """Rows that could not sample: their logits are not finite."""
+    failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Those of the plan's `swap_in_dst_block_ids` whose content is not to be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

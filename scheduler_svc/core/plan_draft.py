@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from scheduler_svc.core.block_pool import DeviceBlockId
-from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
+from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
+from scheduler_svc.core.plan import NewSequence, StepId, StepPlan, ints
 
 
 @dataclass(slots=True)
@@ -20,6 +18,10 @@ class PlanDraft:
     new_sequences: list[NewSequence] = field(default_factory=list)
     appended_rows: list[int] = field(default_factory=list)
     appended_blocks: list[DeviceBlockId] = field(default_factory=list)
+    swap_out_src: list[DeviceBlockId] = field(default_factory=list)
+    swap_out_dst: list[HostBlockId] = field(default_factory=list)
+    swap_in_src: list[HostBlockId] = field(default_factory=list)
+    swap_in_dst: list[DeviceBlockId] = field(default_factory=list)
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_rows: list[int] = field(default_factory=list)
@@ -35,14 +37,18 @@ class PlanDraft:
         """Return the plan."""
         return StepPlan(
             step_id=self.step_id,
-            released_rows=np.array(released_rows, np.int32),
+            released_rows=ints(released_rows),
             new_sequences=tuple(self.new_sequences),
-            appended_rows=np.array(self.appended_rows, np.int32),
-            appended_block_ids=np.array(self.appended_blocks, np.int32),
-            copy_src_block_ids=np.array(self.copy_src, np.int32),
-            copy_dst_block_ids=np.array(self.copy_dst, np.int32),
-            chunk_rows=np.array(self.chunk_rows, np.int32),
-            chunk_lens=np.array(self.chunk_lens, np.int32),
+            appended_rows=ints(self.appended_rows),
+            appended_block_ids=ints(self.appended_blocks),
+            copy_src_block_ids=ints(self.copy_src),
+            copy_dst_block_ids=ints(self.copy_dst),
+            chunk_rows=ints(self.chunk_rows),
+            chunk_lens=ints(self.chunk_lens),
             num_decodes=self.num_decodes,
             num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens),
+            swap_out_src_block_ids=ints(self.swap_out_src),
+            swap_out_dst_block_ids=ints(self.swap_out_dst),
+            swap_in_src_block_ids=ints(self.swap_in_src),
+            swap_in_dst_block_ids=ints(self.swap_in_dst),
         )

@@ -1,13 +1,15 @@
 """The sequences that run: their rows, their block tables, and what is due for them when."""
 
 from bisect import insort
+from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler_svc.core.block_hash import extend_chain, root_hash
-from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
+from scheduler_svc.core.host_tier import HostTier
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
@@ -16,17 +18,38 @@ from scheduler_svc.core.step_wheel import StepWheel
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
+@dataclass(frozen=True, slots=True)
+class FoundKv:
+    """KV that a sequence need not compute: the blocks of its table's beginning, tier by tier."""
+
+    ready: list[DeviceBlockId]
+    """Blocks that it shares."""
+    loading: list[DeviceBlockId]
+    """Blocks that it shares and that are being swapped in."""
+    sources: list[HostBlockId]
+    """Blocks to be swapped in for it."""
+    num_tokens: int
+    """Tokens whose KV they hold; the last source may be partly filled."""
+
+
 class RunningSet:
     """Starts, advances and stops sequences; the one owner of what a running sequence holds."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, rows: Rows, steps: StepsInFlight
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool[DeviceBlockId],
+        tier: HostTier,
+        rows: Rows,
+        steps: StepsInFlight,
     ) -> None:
         self._config = config
         self._pool = pool
+        self._tier = tier
         self._rows = rows
         self._steps = steps
         self._seqs: dict[SeqId, Sequence] = {}
+        self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # by order
         self._num_decoding = 0
         self._needs_block = StepWheel()
@@ -59,29 +82,29 @@ class RunningSet:
         """Return the running sequence that came last."""
         return max(self._seqs.values(), key=lambda seq: seq.order)
 
-    def start(
-        self,
-        seq: Sequence,
-        shared: list[DeviceBlockId],
-        num_new_blocks: int,
-        num_computed_tokens: int,
-    ) -> None:
+    def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
         """Give a sequence a row and a block table, and put it among those with tokens to compute.
 
         Args:
-            seq: Holds nothing yet.
-            shared: Full blocks that its table begins with, of which it becomes a holder.
-            num_new_blocks: Blocks of its own after them; as many are free, besides `shared`.
-            num_computed_tokens: Its first tokens, whose KV is, or will be, in these blocks.
+            seq: Holds no device block yet.
+            found: What its table begins with; it becomes a holder of the shared blocks.
+            num_new_blocks: Blocks of its own, of which the first are for `found.sources`; as many
+                are free, besides the shared ones.
         """
         seq.move(SeqStatus.PREFILL)
+        shared = found.ready + found.loading
         self._pool.share(shared)
-        seq.block_ids = shared + self._pool.allocate(num_new_blocks)
-        seq.num_published_blocks = len(shared)
-        seq.num_computed_tokens = num_computed_tokens
+        self._tier.pool.share(found.sources)  # now: the allocation may evict host blocks, too
+        own = self._pool.allocate(num_new_blocks)
+        targets = own[: len(found.sources)]
+        self._tier.swap_in(found.sources, targets)
+        seq.block_ids = shared + own
+        seq.num_published_blocks = len(found.ready)
+        seq.num_computed_tokens = found.num_tokens
         seq.row = self._rows.occupy(seq)
         seq.announced = False
         self._seqs[seq.seq_id] = seq
+        self._wait_for(seq, found.loading + targets)
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -96,7 +119,13 @@ class RunningSet:
         if offset:
             child.copy_from = parent.block_ids[num_shared]
             self._pool.share([child.copy_from])
-        self.start(child, parent.block_ids[:num_shared], 1, num_computed)
+        self.start(child, FoundKv(parent.block_ids[:num_shared], [], [], num_computed), 1)
+        # What fails to be swapped in for the parent fails for the child.
+        self._wait_for(child, parent.loading_block_ids)
+
+    def is_loaded(self, seq: Sequence) -> bool:
+        """Whether a sequence may compute in the step being planned: what it needs came before."""
+        return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
         """Compute as many of its known tokens as the step has room for.
@@ -137,6 +166,7 @@ class RunningSet:
 
     def send(self, draft: PlanDraft) -> StepPlan:
         """Complete a plan and note that it goes out."""
+        self._tier.send(draft)
         self._steps.send(draft.step_id)
         self._steps.hold(draft.copy_src)
         self._num_decoding -= self._ends.num_due(draft.step_id)
@@ -147,8 +177,38 @@ class RunningSet:
         """Take out the sequences whose last token `step` sampled; they still run."""
         return self._ends.pop(step)
 
+    def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
+        """Note that a step with swap-ins is answered.
+
+        Args:
+            failed: The device blocks whose content is not to be trusted.
+
+        Returns:
+            The sequences that depend on them, which must be stopped.
+        """
+        bad = set(failed.tolist())
+        broken = []
+        for seq in list(self._loading.values()):
+            if not bad.isdisjoint(seq.loading_block_ids):
+                broken.append(seq)
+                continue
+            seq.loading_block_ids = list(filter(self._tier.is_loading, seq.loading_block_ids))
+            if not seq.loading_block_ids:
+                del self._loading[seq.seq_id]
+                self._tier.pool.drop(seq.host_block_ids)
+                seq.host_block_ids = []
+                self._publish(seq, self.num_computed_tokens(seq))
+        return broken
+
+    def num_computed_tokens(self, seq: Sequence) -> int:
+        """Return how many known tokens have valid KV when the steps sent so far are done."""
+        if seq.status is SeqStatus.PREFILL:
+            return seq.num_computed_tokens
+        assert seq.row is not None
+        return self._rows.num_tokens(seq.row) - 1
+
     def stop(self, seq: Sequence) -> None:
-        """Take row and blocks from a running sequence; its status is the caller's to change."""
+        """Take row and device blocks from a running sequence; the caller changes its status."""
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
@@ -160,17 +220,32 @@ class RunningSet:
                 self._needs_block.discard(seq.next_block_step, seq)
         else:
             self._prefilling.remove(seq)
+        if seq.loading_block_ids:
+            del self._loading[seq.seq_id]
+            self._tier.cancel_swap_ins(
+                block for block in seq.loading_block_ids if self._pool.ref_count(block) == 1
+            )
         held = seq.block_ids if seq.copy_from is None else [*seq.block_ids, seq.copy_from]
         if seq.announced:
             self._released_rows.append(seq.row)
         self._rows.abandon(seq.row)
         self._steps.hold(held, seq.row)
-        seq.block_ids, seq.row, seq.copy_from = [], None, None
+        seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, []
 
     def distrust(self, seq: Sequence) -> None:
         """Let nobody find the blocks of a running sequence whose KV is broken."""
         self._pool.forget(seq.block_ids)
+        self._tier.forget(seq.block_hashes)
         seq.num_published_blocks = len(seq.block_ids)
+
+    def _wait_for(self, seq: Sequence, blocks: list[DeviceBlockId]) -> None:
+        """Let a sequence that just started depend on swap-ins; if on none, the host's copy goes."""
+        if blocks:
+            seq.loading_block_ids = list(blocks)
+            self._loading[seq.seq_id] = seq
+        elif seq.host_block_ids:
+            self._tier.pool.drop(seq.host_block_ids)
+            seq.host_block_ids = []
 
     def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
         """Tell the worker all about a sequence."""
@@ -215,7 +290,7 @@ class RunningSet:
     def _publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` findable."""
         first, end = seq.num_published_blocks, num_computed_tokens // self._config.block_size
-        if first >= end or not self._config.enable_prefix_caching:
+        if first >= end or not self._config.enable_prefix_caching or seq.loading_block_ids:
             return
         assert seq.row is not None
         tokens = self._rows.tokens(seq.row)[: end * self._config.block_size]

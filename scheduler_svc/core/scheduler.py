@@ -14,16 +14,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash
-from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.rows import Rows
-from scheduler_svc.core.running import RunningSet
-from scheduler_svc.core.sequence import RUNNING, SeqStatus, Sequence
+from scheduler_svc.core.running import FoundKv, RunningSet
+from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
@@ -37,10 +38,14 @@ class Scheduler:
         self.config = config
         self.max_request_len = min(config.max_model_len, config.num_blocks * config.block_size)
         """Most tokens of one sequence: so many that it can always finish when it runs alone."""
-        self._pool = BlockPool(config.num_blocks)
+        self._tier = HostTier(config)
+        has_host = config.num_host_blocks > 0
+        self._pool = BlockPool(
+            config.num_blocks, DeviceBlockId, on_evict=self._tier.demote if has_host else None
+        )
         self._rows = Rows(config.max_num_seqs, self.max_request_len)
         self._steps = StepsInFlight(self._pool, self._rows)
-        self._running = RunningSet(config, self._pool, self._rows, self._steps)
+        self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
         self._waiting = WaitingQueue()
         self._num_siblings = 0
         self._live: dict[SourceId, dict[int, Sequence]] = {}
@@ -48,6 +53,8 @@ class Scheduler:
 
         self._num_seqs_created = 0
         self._num_preemptions = 0
+        self._num_swapped = 0
+        self._num_recomputed_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -127,6 +134,7 @@ class Scheduler:
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         num_preemptions = self._num_preemptions
+        self._tier.begin_step()
         if not self._make_room(step):
             return None
         num_decodes = self._running.num_decoding
@@ -138,7 +146,8 @@ class Scheduler:
             self._compute_chunk(seq, draft)
         if self._num_preemptions == num_preemptions:  # else there is no room, or barely
             self._admit(draft)
-        if draft.num_decodes or draft.chunk_rows or self._running.has_released_rows:
+        has_work = draft.num_decodes or draft.chunk_rows
+        if has_work or self._running.has_released_rows or self._tier.has_moves:
             return self._running.send(draft)
         return None
 
@@ -149,6 +158,8 @@ class Scheduler:
             BrokenInvariantError: It is the result of another step.
         """
         self._steps.answer(outcome.step_id)
+        if self.config.num_host_blocks:
+            self._take_swap_ins(outcome)
         sources, seq_keys, token_ids, index = self._rows.append(
             outcome.sampled_rows, outcome.sampled_token_ids
         )
@@ -173,15 +184,24 @@ class Scheduler:
         return SchedulerLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + self._num_siblings,
+            num_swapped=self._num_swapped,
             max_num_seqs=self.config.max_num_seqs,
             num_blocks=self.config.num_blocks,
-            num_free_blocks=self._pool.num_free - self._pool.num_cached,
+            num_free_blocks=self._pool.num_blank,
             num_cached_blocks=self._pool.num_cached,
             block_size=self.config.block_size,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
             num_steps=self._steps.last,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_host_blocks=self.config.num_host_blocks,
+            num_free_host_blocks=self._tier.pool.num_blank,
+            num_cached_host_blocks=self._tier.pool.num_cached,
+            num_swapped_out_blocks=self._tier.num_swapped_out,
+            num_swapped_in_blocks=self._tier.num_swapped_in,
+            num_demoted_blocks=self._tier.num_demoted,
+            num_promoted_blocks=self._tier.num_promoted,
         )
 
     # --- parts of a step ------------------------------------------------------------------------
@@ -202,24 +222,46 @@ class Scheduler:
         """Let waiting sequences run, in order, as long as there are tokens, rows and blocks."""
         block_size = self.config.block_size
         while draft.budget and self._rows.num_free and (seq := self._waiting.peek()) is not None:
+            found = self._find(seq)
             num_tokens = len(seq.token_ids)
-            found = []
-            if self.config.enable_prefix_caching:
-                root = root_hash(seq.request.cache_salt)
-                extend_chain(seq.block_hashes, root, seq.token_ids, block_size)
-                # at least one token is left to compute: its logits are needed
-                found = self._pool.find(seq.block_hashes[: (num_tokens - 1) // block_size])
-            num_new = -(-num_tokens // block_size) - len(found)
-            num_cached = sum(self._pool.ref_count(block) == 0 for block in found)
+            num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
+            num_cached = sum(self._pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_new + num_cached):
                 return
+            if self._tier.loses_evicted and num_new > self._pool.num_blank:
+                return  # one step later nothing is lost
             self._waiting.remove(seq)
-            num_computed = len(found) * block_size
-            self._running.start(seq, found, num_new, num_computed)
-            self._prefix_cache_queries += num_tokens
-            self._prefix_cache_hits += num_computed
-            self._tell_admitted(seq, num_computed, draft.now)
+            self._num_recomputed_tokens += max(0, seq.num_computed_tokens - found.num_tokens)
+            if seq.status is SeqStatus.SWAPPED:
+                self._num_swapped -= 1
+            else:
+                self._tier.num_promoted += len(found.sources)
+                self._prefix_cache_queries += num_tokens
+                self._prefix_cache_hits += found.num_tokens
+            self._running.start(seq, found, num_new)
+            self._tell_admitted(seq, found.num_tokens, draft.now)
             self._compute_chunk(seq, draft)
+
+    def _find(self, seq: Sequence) -> FoundKv:
+        """Look up what a queued sequence need not compute; changes nothing.
+
+        At least one token is left to compute: its logits are needed.
+        """
+        block_size = self.config.block_size
+        is_swapped = seq.status is SeqStatus.SWAPPED
+        num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
+        ready: list[DeviceBlockId] = []
+        hashes: list[BlockHash] = []
+        if self.config.enable_prefix_caching:
+            root = root_hash(seq.request.cache_salt)
+            extend_chain(seq.block_hashes, root, seq.token_ids, block_size)
+            hashes = seq.block_hashes[: num_known // block_size]
+            ready = self._pool.find(hashes)
+        if is_swapped:
+            return FoundKv(ready, [], seq.host_block_ids[len(ready) :], num_known)
+        loading, sources = self._tier.find(hashes[len(ready) :])
+        num_found = len(ready) + len(loading) + len(sources)
+        return FoundKv(ready, loading, sources, num_found * block_size)
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether a sequence may start that takes so many of the free blocks.
@@ -230,6 +272,8 @@ class Scheduler:
         return num_blocks + reserve <= self._pool.num_free
 
     def _compute_chunk(self, seq: Sequence, draft: PlanDraft) -> None:
+        if seq.loading_block_ids and not self._running.is_loaded(seq):
+            return
         if self._running.compute_chunk(seq, draft):
             self._start_siblings(seq, draft.now)
 
@@ -284,14 +328,44 @@ class Scheduler:
             was_admitted=bool(request.outputs),
         )
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks; it waits, and will compute its known tokens again."""
+    def _preempt(self, seq: Sequence, *, can_swap: bool = True) -> None:
+        """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
+
+        Tokens of steps in flight are dropped: it will draw the same again.
+        """
         assert seq.row is not None
         seq.token_ids = self._rows.tokens(seq.row).copy()
+        num_computed = self._running.num_computed_tokens(seq)
+        blocks = seq.block_ids[: -(-num_computed // self.config.block_size)]
+        if seq.copy_from is not None:  # its own copy has not been made
+            blocks[-1] = seq.copy_from
+        is_loading = bool(seq.loading_block_ids)
         self._running.stop(seq)
-        seq.move(SeqStatus.WAITING)
+        if not can_swap:
+            self._drop_host_blocks(seq)
+        elif is_loading:  # as before: it comes from its own host blocks, or from cached ones
+            num_computed = num_computed if seq.host_block_ids else 0
+        elif num_computed and self._tier.should_swap(len(blocks), num_computed):
+            hashes = seq.block_hashes[: num_computed // self.config.block_size]
+            seq.host_block_ids = self._tier.swap_out(blocks, hashes)
+        seq.num_computed_tokens = num_computed
+        if seq.host_block_ids:
+            seq.move(SeqStatus.SWAPPED)
+            self._num_swapped += 1
+        else:
+            seq.move(SeqStatus.WAITING)
         self._waiting.push(seq)
         self._num_preemptions += 1
+
+    def _take_swap_ins(self, outcome: StepOutcome) -> None:
+        """Take the end of a step's swap-ins; who depends on one that failed computes again."""
+        self._tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)
+        for seq in self._running.confirm_loads(outcome.failed_swap_in_block_ids):
+            self._preempt(seq, can_swap=False)
+
+    def _drop_host_blocks(self, seq: Sequence) -> None:
+        self._tier.pool.drop(seq.host_block_ids)
+        seq.host_block_ids = []
 
     def _finish(
         self,
@@ -304,11 +378,13 @@ class Scheduler:
         """End a sequence, whatever it is doing."""
         if seq.status in RUNNING:
             self._running.stop(seq)
-        elif seq.status is SeqStatus.WAITING:
+        elif seq.status in QUEUED:
             self._waiting.remove(seq)
+            self._num_swapped -= seq.status is SeqStatus.SWAPPED
         else:
             self._num_siblings -= 1
             self._leader_of(seq).siblings.remove(seq)
+        self._drop_host_blocks(seq)
         seq.move(SeqStatus.FINISHED)
         if seq.siblings:
             self._promote_sibling(seq)

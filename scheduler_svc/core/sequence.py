@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.block_hash import BlockHash
-from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import Request, SeqId, SeqKey
@@ -18,6 +18,8 @@ class SeqStatus(Enum):
 
     WAITING = "waiting"
     """In the queue; holds no block and no row."""
+    SWAPPED = "swapped"
+    """In the queue, preempted; holds its computed tokens' KV in host blocks, and no row."""
     SIBLING = "sibling"
     """Waits for the sequence that computes its request's prompt, to fork from it."""
     PREFILL = "prefill"
@@ -31,10 +33,16 @@ class SeqStatus(Enum):
 _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.WAITING: frozenset({SeqStatus.PREFILL, SeqStatus.SIBLING, SeqStatus.FINISHED}),
     SeqStatus.SIBLING: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
-    SeqStatus.PREFILL: frozenset({SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED}),
-    SeqStatus.DECODE: frozenset({SeqStatus.WAITING, SeqStatus.FINISHED}),
+    SeqStatus.SWAPPED: frozenset({SeqStatus.PREFILL, SeqStatus.FINISHED}),
+    SeqStatus.PREFILL: frozenset(
+        {SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}
+    ),
+    SeqStatus.DECODE: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.FINISHED: frozenset(),
 }
+
+QUEUED = frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED})
+"""The states in which a sequence is in the queue."""
 
 RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
 """The states in which a sequence holds a row and device blocks."""
@@ -64,11 +72,18 @@ class Sequence:
     num_published_blocks: int = 0
     """How many of its first blocks have been published, or were found."""
     num_computed_tokens: int = 0
-    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done."""
+    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. In SWAPPED:
+    tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
     announced: bool = False
     """Whether the worker has heard of it since it got its row."""
     copy_from: DeviceBlockId | None = None
     """Until announced: the block that its last one starts as a copy of; it holds a reference."""
+    host_block_ids: list[HostBlockId] = field(default_factory=list)
+    """Where its computed tokens' KV is on the host: from its swap-out until its swap-in is known to
+    have succeeded."""
+    loading_block_ids: list[DeviceBlockId] = field(default_factory=list)
+    """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
+    own is published meanwhile."""
     next_block_step: StepId | None = None
     """In DECODE: the step at which its table must grow; None: not before it ends."""
     last_step: StepId | None = None

@@ -16,7 +16,7 @@ from scheduler_svc.core.rows import Rows
 class StepsInFlight:
     """Steps in the order sent; references to blocks, and abandoned rows, that they hold."""
 
-    def __init__(self, pool: BlockPool, rows: Rows) -> None:
+    def __init__(self, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
         self.last = StepId(0)
         """The last step sent."""
         self._pool = pool

@@ -223,4 +223,12 @@ def load_to_proto(loads: Sequence[SchedulerLoad], num_held_seqs: int) -> common_
         num_cached_blocks=sum(load.num_cached_blocks for load in loads),
         block_size=max((load.block_size for load in loads), default=0),
         num_workers=len(loads),
+        num_requests_swapped=sum(load.num_swapped for load in loads),
+        num_host_blocks=sum(load.num_host_blocks for load in loads),
+        num_free_host_blocks=sum(load.num_free_host_blocks for load in loads),
+        num_cached_host_blocks=sum(load.num_cached_host_blocks for load in loads),
+        num_swapped_out_blocks=sum(load.num_swapped_out_blocks for load in loads),
+        num_swapped_in_blocks=sum(load.num_swapped_in_blocks for load in loads),
+        num_demoted_blocks=sum(load.num_demoted_blocks for load in loads),
+        num_promoted_blocks=sum(load.num_promoted_blocks for load in loads),
     )

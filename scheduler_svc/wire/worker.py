@@ -3,6 +3,7 @@
 A step costs work per array, not per sequence.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
     """Take a worker's description of itself.
 
     Raises:
-        InvalidArgumentError: A number that must be positive is 0.
+        InvalidArgumentError: A number is out of its range.
     """
     info = WorkerInfo(
         worker_id=message.worker_id,
@@ -43,6 +44,10 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         max_num_batched_tokens=message.max_num_batched_tokens,
         num_blocks=message.num_blocks,
         block_size=message.block_size,
+        block_bytes=message.block_bytes,
+        num_host_blocks=message.num_host_blocks,
+        swap_bytes_per_s=message.swap_bytes_per_s,
+        prefill_tokens_per_s=message.prefill_tokens_per_s,
     )
     for field, value in (
         ("model.max_model_len", info.model.max_model_len),
@@ -53,6 +58,12 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
     ):
         if value < 1:
             raise InvalidArgumentError(f"worker.{field}", f"is {value}; it must be at least 1")
+    for field, rate in (
+        ("swap_bytes_per_s", info.swap_bytes_per_s),
+        ("prefill_tokens_per_s", info.prefill_tokens_per_s),
+    ):
+        if not 0 <= rate < math.inf:  # false for NaN
+            raise InvalidArgumentError(f"worker.{field}", f"is {rate}; it must be in [0, inf)")
     if info.max_num_batched_tokens < info.max_num_seqs:
         raise InvalidArgumentError(
             "worker.max_num_batched_tokens",
@@ -78,6 +89,12 @@ def plan_to_proto(plan: StepPlan, epoch: int, step_id_base: int) -> worker_pb2.S
     if plan.copy_src_block_ids.size:
         batch.kv_commands.copy_src_block_ids = pack_int32(plan.copy_src_block_ids)
         batch.kv_commands.copy_dst_block_ids = pack_int32(plan.copy_dst_block_ids)
+    if plan.swap_out_src_block_ids.size:
+        batch.kv_commands.swap_out_src_block_ids = pack_int32(plan.swap_out_src_block_ids)
+        batch.kv_commands.swap_out_dst_block_ids = pack_int32(plan.swap_out_dst_block_ids)
+    if plan.swap_in_src_block_ids.size:
+        batch.kv_commands.swap_in_src_block_ids = pack_int32(plan.swap_in_src_block_ids)
+        batch.kv_commands.swap_in_dst_block_ids = pack_int32(plan.swap_in_dst_block_ids)
     return batch
 
 
@@ -119,6 +136,10 @@ def result_from_proto(
             sampled_token_ids=sampled_token_ids,
             stopped_rows=_rows_from_proto(message.stopped_rows, "stopped_rows", max_num_seqs),
             failed_rows=_rows_from_proto(message.failed_rows, "failed_rows", max_num_seqs),
+            # Which these may be is the core's to say: the step's own.
+            failed_swap_in_block_ids=unpack_int32(
+                message.failed_swap_in_block_ids, "failed_swap_in_block_ids"
+            ),
         ),
         logprobs=message.logprobs,
         execute_s=message.execute_s,

@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from tests.property.oracle import OracleWorker, expected_output
+from tests.property.oracle import BROKEN, OracleWorker, expected_output
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from(["", "other"])
@@ -32,8 +32,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunk=st.none() | st.integers(1, 3),
         watermark=st.sampled_from([0.0, 0.2]),
+        num_host_blocks=st.integers(0, 8),
+        mode=st.sampled_from(PreemptionMode),
+        max_swap_blocks=st.integers(1, 3),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, extra_budget, caching, chunk, watermark):
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        extra_budget,
+        caching,
+        chunk,
+        watermark,
+        num_host_blocks,
+        mode,
+        max_swap_blocks,
+    ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -44,6 +59,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             watermark=watermark,
             max_prefill_chunk=chunk,
+            num_host_blocks=num_host_blocks,
+            bytes_per_block=block_size,
+            swap_bytes_per_s=6.0,  # full blocks swap faster than they are computed, and
+            prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
+            preemption_mode=mode,
+            max_swap_blocks=max_swap_blocks,
         )
         self.requests: dict[tuple[int, int], tuple[Request, int]] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -55,7 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core = Scheduler(self.config)
         config = self.config
         self.worker = OracleWorker(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+            config.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.num_host_blocks,
         )
         self.unanswered: deque[StepOutcome] = deque()
 
@@ -148,6 +173,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests = {k: v for k, v in self.requests.items() if k[0] != source}
         self.outputs = {k: v for k, v in self.outputs.items() if k[0] != source}
 
+    @precondition(lambda self: self.config.num_host_blocks)
+    @rule(data=st.data())
+    def corrupt_host_block(self, data):
+        block = data.draw(st.integers(0, self.config.num_host_blocks - 1))
+        self.worker.host[block] = [BROKEN] * self.config.block_size
+
     @precondition(lambda self: len(self.requests) > 2)
     @rule()
     def lose_worker(self):
@@ -177,6 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.worker.rows
         load = self.core.load()
         assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+        assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
         check(self.core)
 
 

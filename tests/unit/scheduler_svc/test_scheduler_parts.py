@@ -247,6 +247,7 @@ def test_metrics_show_each_attached_workers_load():
     load = SchedulerLoad(
         num_running=3,
         num_waiting=2,
+        num_swapped=1,
         max_num_seqs=8,
         num_blocks=100,
         num_free_blocks=50,
@@ -256,6 +257,14 @@ def test_metrics_show_each_attached_workers_load():
         prefix_cache_queries=200,
         prefix_cache_hits=48,
         num_steps=7,
+        num_recomputed_tokens=9,
+        num_host_blocks=40,
+        num_free_host_blocks=30,
+        num_cached_host_blocks=6,
+        num_swapped_out_blocks=20,
+        num_swapped_in_blocks=12,
+        num_demoted_blocks=11,
+        num_promoted_blocks=10,
     )
     registry = CollectorRegistry()
     registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
@@ -269,6 +278,15 @@ def test_metrics_show_each_attached_workers_load():
         'quire_prefix_cache_queries_total{worker="a:1"} 200.0',
         'quire_prefix_cache_hits_total{worker="a:1"} 48.0',
         'quire_num_preemptions_total{worker="a:1"} 1.0',
+        'quire_num_requests_swapped{worker="a:1"} 1.0',
+        'quire_recomputed_tokens_total{worker="a:1"} 9.0',
+        'quire_kv_host_blocks{worker="a:1"} 40.0',
+        'quire_kv_free_host_blocks{worker="a:1"} 30.0',
+        'quire_kv_cached_host_blocks{worker="a:1"} 6.0',
+        'quire_kv_swapped_out_blocks_total{worker="a:1"} 20.0',
+        'quire_kv_swapped_in_blocks_total{worker="a:1"} 12.0',
+        'quire_kv_demoted_blocks_total{worker="a:1"} 11.0',
+        'quire_kv_promoted_blocks_total{worker="a:1"} 10.0',
     ):
         assert line in lines
     assert not any('running{worker="b:1"}' in line for line in lines)

@@ -1,0 +1,74 @@
+"""Drives a scheduler core by hand, and reads its plans."""
+
+import numpy as np
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import News, StepOutcome, StepPlan
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+
+ROUTER = SourceId(0)
+
+
+def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
+    settings = {
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+
+
+def submit(core: Scheduler, key: int, prompt, *, max_tokens: int = 8, n: int = 1, salt: str = ""):
+    request = Request(
+        source=ROUTER,
+        first_seq_key=SeqKey(key),
+        request_id=f"request-{key}",
+        prompt_token_ids=np.array(prompt, np.int32),
+        n=n,
+        max_tokens=max_tokens,
+        sampling=b"",
+        cache_salt=salt,
+    )
+    core.submit(request, now=float(key))
+    check(core)
+
+
+def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
+    plan = core.schedule(now)
+    assert plan is not None
+    check(core)
+    return plan
+
+
+def answer(
+    core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=(), failed_blocks=()
+) -> News:
+    """Each of `rows` sampled token 7."""
+    outcome = StepOutcome(
+        plan.step_id,
+        np.array(rows, np.int32),
+        np.full(len(rows), 7, np.int32),
+        np.array(stopped, np.int32),
+        np.array(failed, np.int32),
+        np.array(failed_blocks, np.int32),
+    )
+    news = core.update(outcome)
+    check(core)
+    return news
+
+
+def new(plan: StepPlan):
+    """(row, computed tokens, block ids) of each new sequence."""
+    return [(s.row, s.num_computed_tokens, s.block_ids.tolist()) for s in plan.new_sequences]
+
+
+def chunks(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+
+
+def grown(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.appended_rows.tolist(), plan.appended_block_ids.tolist(), strict=True))

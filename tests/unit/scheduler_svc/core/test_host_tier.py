@@ -1,0 +1,289 @@
+"""The host tier by example: which block moves where, in which step."""
+
+import pytest
+from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
+
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import StepPlan
+
+
+def outs(plan: StepPlan) -> dict[int, int]:
+    """Device block to host block."""
+    sources, targets = plan.swap_out_src_block_ids.tolist(), plan.swap_out_dst_block_ids.tolist()
+    return dict(zip(sources, targets, strict=True))
+
+
+def ins(plan: StepPlan) -> dict[int, int]:
+    """Host block to device block."""
+    sources, targets = plan.swap_in_src_block_ids.tolist(), plan.swap_in_dst_block_ids.tolist()
+    return dict(zip(sources, targets, strict=True))
+
+
+def run_alone(core, key, prompt, max_tokens=1):
+    """Take a sequence to its end; its blocks are cached afterwards."""
+    submit(core, key, prompt, max_tokens=max_tokens)
+    while not (plan := schedule(core)).released_rows.size:
+        answer(core, plan, 0)
+    answer(core, plan)
+    return plan
+
+
+def make_preempted(**overrides):
+    """A core in which 1, with tokens 5 6 7 and two sampled, has just had to make room for 0."""
+    settings = {"num_host_blocks": 4, "preemption_mode": PreemptionMode.SWAP}
+    core = make_core(num_blocks=3, **(settings | overrides))
+    submit(core, 0, [1, 2, 3, 4], max_tokens=8)
+    submit(core, 1, [5, 6, 7], max_tokens=8)
+    plan = schedule(core)
+    assert new(plan) == [(0, 0, [0]), (1, 0, [1])]
+    answer(core, plan, 0, 1)
+    plan = schedule(core)
+    assert grown(plan) == {0: 2}
+    answer(core, plan, 0, 1)
+    plan = schedule(core)
+    assert core.load().num_preemptions == 1
+    assert plan.released_rows.tolist() == [1]
+    return core, plan
+
+
+def finish_row_0(core, plan):
+    while not answer(core, plan, 0).finished:
+        plan = schedule(core)
+
+
+def test_a_swapped_sequence_comes_back_one_step_before_it_computes_its_last_token():
+    core, plan = make_preempted(enable_prefix_caching=False)
+    assert outs(plan) == {1: 0}, "four computed tokens are one block"
+    load = core.load()
+    assert (load.num_swapped, load.num_waiting, load.num_free_host_blocks) == (1, 1, 3)
+    finish_row_0(core, plan)
+
+    plan = schedule(core)
+    ((source, target),) = ins(plan).items()
+    assert source == 0
+    assert not plan.new_sequences
+    assert plan.num_scheduled_tokens == 0
+    following = schedule(core)
+    ((row, num_computed, blocks),) = new(following)
+    assert (num_computed, blocks[0], len(blocks)) == (4, target, 2)
+    assert chunks(following) == {row: 1}
+    assert core.load().num_free_host_blocks == 3, "until the swap-in is known to have succeeded"
+    answer(core, plan)
+    load = core.load()
+    assert (load.num_swapped, load.num_free_host_blocks, load.num_recomputed_tokens) == (0, 4, 0)
+    assert (load.num_swapped_out_blocks, load.num_swapped_in_blocks) == (1, 1)
+
+
+def test_what_the_device_still_has_of_a_swapped_sequence_is_not_swapped_in():
+    core, plan = make_preempted()
+    answer(core, plan, 0)
+    core.cancel(ROUTER, [0])
+    plan = schedule(core)
+    ((_, num_computed, blocks),) = new(plan)
+    assert (num_computed, blocks[0]) == (4, 1)
+    assert not ins(plan)
+    assert core.load().num_recomputed_tokens == 0
+
+
+def test_recompute_gives_the_host_nothing():
+    core, plan = make_preempted(
+        preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False
+    )
+    assert not outs(plan)
+    finish_row_0(core, plan)
+    assert new(schedule(core))[0][1] == 0
+    assert core.load().num_recomputed_tokens == 4
+
+
+def test_without_room_on_the_host_a_sequence_is_recomputed():
+    core, plan = make_preempted(num_host_blocks=0, enable_prefix_caching=False)
+    assert not outs(plan)
+    assert core.load().num_swapped == 0
+
+
+# One block of 400 bytes goes out and in: 8 s at 100 bytes/s. Its four tokens: 8 s at 0.5 tokens/s.
+@pytest.mark.parametrize(
+    ("bytes_per_s", "tokens_per_s", "swaps"),
+    [(101, 0.5, True), (99, 0.5, False), (100, 0.51, False), (0, 0.5, False), (0, 0, False)],
+)
+def test_by_cost_the_faster_way_is_taken(bytes_per_s, tokens_per_s, swaps):
+    _, plan = make_preempted(
+        preemption_mode=PreemptionMode.COST,
+        bytes_per_block=400,
+        swap_bytes_per_s=bytes_per_s,
+        prefill_tokens_per_s=tokens_per_s,
+    )
+    assert bool(outs(plan)) == swaps
+
+
+def test_tokens_of_a_failed_swap_in_are_computed_again_and_what_came_of_it_is_dropped():
+    core, plan = make_preempted(enable_prefix_caching=False)
+    finish_row_0(core, plan)
+    plan = schedule(core)
+    ((_, target),) = ins(plan).items()
+    following = schedule(core)
+    ((row, _, _),) = new(following)
+    answer(core, plan, failed_blocks=[target])
+    news = answer(core, following, row)
+    assert not news.token_ids.size, "computed from what the failed swap-in left"
+    plan = schedule(core)
+    assert plan.released_rows.tolist() == [row]
+    ((_, num_computed, _),) = new(plan)
+    assert num_computed == 0
+    load = core.load()
+    assert (load.num_free_host_blocks, load.num_recomputed_tokens) == (4, 4)
+
+
+def test_a_failure_that_no_swap_in_explains_is_a_bug():
+    core = make_core(num_host_blocks=2)
+    submit(core, 0, [1])
+    with pytest.raises(BrokenInvariantError, match="step 1 did not swap block 3 in"):
+        answer(core, schedule(core), 0, failed_blocks=[3])
+
+
+def make_swapping_in():
+    """A core in which one of 1's three blocks is being swapped in, and two wait for the next steps."""
+    core = make_core(
+        num_blocks=5,
+        num_host_blocks=4,
+        preemption_mode=PreemptionMode.SWAP,
+        max_swap_blocks=1,
+        enable_prefix_caching=False,
+    )
+    submit(core, 0, [1, 2, 3, 4], max_tokens=12)
+    submit(core, 1, [5] * 9, max_tokens=8)
+    plan = schedule(core)
+    while not core.load().num_swapped:
+        answer(core, plan, 0, 1)
+        plan = schedule(core)
+    assert outs(plan) == {1: 0, 2: 1, 3: 2}
+    answer(core, plan, 0)
+    core.cancel(ROUTER, [0])
+    plan = schedule(core)
+    assert list(ins(plan)) == [0]
+    return core, plan
+
+
+def expect_all_free(core):
+    while (plan := core.schedule(0.0)) is not None:
+        answer(core, plan)
+    load = core.load()
+    assert (load.num_free_blocks, load.num_free_host_blocks) == (5, 4)
+
+
+def test_a_sequence_starts_when_the_last_of_its_blocks_is_there():
+    core, plan = make_swapping_in()
+    for source in (1, 2):
+        answer(core, plan)
+        plan = schedule(core)
+        assert (list(ins(plan)), new(plan)) == ([source], [])
+    ((_, num_computed, _),) = new(schedule(core))
+    assert num_computed == 12
+
+
+def test_a_sequence_cancelled_while_swapped_leaves_nothing():
+    core, plan = make_swapping_in()
+    core._preempt(core._running.last_in_order())
+    check(core)
+    assert core.load().num_swapped == 1, "its blocks on the host were kept"
+    core.cancel(ROUTER, [1])
+    check(core)
+    answer(core, plan)
+    expect_all_free(core)
+    assert core.load().num_swapped_in_blocks == 1
+
+
+def test_a_sequence_cancelled_while_it_is_swapped_in_leaves_nothing():
+    core, plan = make_swapping_in()
+    core.cancel(ROUTER, [1])
+    check(core)
+    load = core.load()
+    assert load.num_free_host_blocks == 3, "one is being read"
+    assert load.num_free_blocks == 1, "the step in flight may write the others"
+    answer(core, plan)
+    expect_all_free(core)
+
+
+def make_demoted(num_host_blocks=4, **overrides):
+    """A core of four device blocks; blocks 3 and 4 of [1] * 13 are on the host, as 0 and 1."""
+    core = make_core(num_blocks=4, num_host_blocks=num_host_blocks, **overrides)
+    run_alone(core, 0, [1] * 13, max_tokens=1)
+    submit(core, 1, [2] * 11, max_tokens=2)
+    plan = schedule(core)  # three blocks: the blank one, and the tail of the other prompt
+    assert new(plan) == [(0, 0, [3, 2, 1])]
+    return core, plan
+
+
+def test_an_evicted_block_is_demoted_in_the_step_that_reuses_it():
+    core, plan = make_demoted()
+    assert outs(plan) == {2: 0, 1: 1}
+    load = core.load()
+    assert (load.num_demoted_blocks, load.num_cached_host_blocks) == (2, 2)
+
+
+def test_a_host_that_is_full_gives_up_its_oldest():
+    core, plan = make_demoted(num_host_blocks=1)
+    assert outs(plan) == {1: 0}, "the later move to host block 0"
+    assert core.load().num_cached_host_blocks == 1
+
+
+def test_no_more_than_the_limit_is_demoted():
+    _, plan = make_demoted(max_swap_blocks=1)
+    assert outs(plan) == {2: 0}
+
+
+def test_a_prompt_is_found_across_the_tiers_and_promoted():
+    core, plan = make_demoted()
+    answer(core, plan, 0)
+    core.cancel(ROUTER, [1])
+    submit(core, 2, [1] * 13, max_tokens=1)
+    first = schedule(core)
+    # Block 0 is on the device; three of the others' come free, and are not full or get demoted.
+    assert not first.new_sequences
+    plans = [first]
+    while not (plan := schedule(core)).new_sequences:
+        answer(core, plans[-1])
+        plans.append(plan)
+    assert [sorted(ins(p)) for p in plans if ins(p)] == [[0, 1]]
+    assert all(not (outs(p) and ins(p)) for p in plans)
+    ((_, num_computed, blocks),) = new(plan)
+    assert (num_computed, blocks[0]) == (12, 0)
+    assert blocks[1:3] == [target for p in plans for _, target in sorted(ins(p).items())][::-1]
+    assert core.load().num_promoted_blocks == 2
+
+
+def test_equal_prompts_that_arrive_together_are_promoted_once():
+    core = make_core(num_blocks=8, num_host_blocks=8)
+    run_alone(core, 0, [1] * 9, max_tokens=1)
+    run_alone(core, 1, [2] * 30, max_tokens=1)
+    assert core.load().num_demoted_blocks == 2
+    submit(core, 2, [1] * 9)
+    submit(core, 3, [1] * 9)
+    plans = [schedule(core)]
+    while not new(plans[-1]):
+        answer(core, plans[-1])
+        plans.append(schedule(core))
+    (first, second) = new(plans[-1])
+    assert first[1:] == (8, [*first[2][:2], first[2][2]])
+    assert second[1] == 8
+    assert second[2][:2] == first[2][:2]
+    assert core.load().num_swapped_in_blocks == 2
+
+
+def test_a_corrupt_block_of_the_cache_is_not_found_again():
+    core, plan = make_demoted()
+    answer(core, plan, 0)
+    core.cancel(ROUTER, [1])
+    submit(core, 2, [1] * 13, max_tokens=1)
+    plan = schedule(core)
+    while not ins(plan):
+        answer(core, plan)
+        plan = schedule(core)
+    targets = list(ins(plan).values())
+    answer(core, plan, failed_blocks=targets)
+    plan = schedule(core)
+    ((_, num_computed, _),) = new(plan)
+    assert num_computed == 4, "block 0 of the device"
+    assert not ins(plan)
