@@ -144,7 +144,7 @@ def test_a_failure_that_no_swap_in_explains_is_a_bug():
 
 
 def make_swapping_in():
-    """A core in which one of 1's three blocks is being swapped in, and two wait for the next steps."""
+    """A core in which one of 1's three blocks is being swapped in, and two wait their turn."""
     core = make_core(
         num_blocks=5,
         num_host_blocks=4,

@@ -1,0 +1,112 @@
+"""A device pool of a tenth of the demand: whatever becomes of the KV, the tokens are the same."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.generation import generate_request, read_aio
+from tests.e2e.service import Service
+from tests.models_fixture import ModelDirs
+
+NUM_REQUESTS = 100
+NUM_TOKENS = 64
+BLOCK_SIZE = 16
+ALL_AT_ONCE = ["--max-num-seqs=100"]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Half of them begin alike in fours."""
+    draw = random.Random(0)
+    prompts = []
+    for i in range(NUM_REQUESTS):
+        common = prompts[-1][:32] if i % 4 and i < NUM_REQUESTS // 2 else []
+        rest = [draw.randrange(5, 500) for _ in range(draw.randrange(40, 80))]
+        prompts.append(common + rest)
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def num_blocks(prompts: list[list[int]]) -> int:
+    """A tenth of what they need together."""
+    return sum(-(-(len(p) + NUM_TOKENS) // BLOCK_SIZE) for p in prompts) // 10
+
+
+async def generate(service: Service, prompts: list[list[int]]) -> list[list[int]]:
+    async with service.aio_channel() as channel:
+        stub = InferenceServiceStub(channel)
+        streams = (
+            stub.Generate(generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True))
+            for prompt in prompts
+        )
+        results = await asyncio.gather(*map(read_aio, streams))
+    return [result.outputs[0] for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    prompts: list[list[int]], model_dirs: ModelDirs, run_dir: Callable[[], Path]
+) -> list[list[int]]:
+    """What comes out where there is room for all."""
+    worker = [*ALL_AT_ONCE, "--num-blocks=2000"]
+    with Service(run_dir(), model_dirs.get("qwen3"), worker=worker) as service:
+        outputs = asyncio.run(generate(service, prompts))
+        metrics = service.metrics(service.scheduler)
+        assert metrics["quire_num_preemptions_total"] == 0
+        assert metrics["quire_kv_host_blocks"] == 0, "a CPU has no host tier unless told to"
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def cramped(
+    num_blocks: int, model_dirs: ModelDirs, run_dir: Callable[[], Path]
+) -> Iterator[Service]:
+    worker = [*ALL_AT_ONCE, f"--num-blocks={num_blocks}", "--host-kv-memory-gb=0.05"]
+    worker.append("--kv-checksum")
+    with Service(run_dir(), model_dirs.get("qwen3"), worker=worker) as service:
+        yield service
+
+
+async def run(service: Service, prompts: list[list[int]], *flags: str):
+    await asyncio.to_thread(service.use_scheduler, *flags)
+    outputs = await generate(service, prompts)
+    metrics = await asyncio.to_thread(service.metrics, service.scheduler)
+    load = await asyncio.to_thread(service.wait_until_idle)
+    assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks > 1000
+    assert metrics["quire_num_preemptions_total"] > 0
+    return outputs, metrics
+
+
+async def test_by_swap_alone(cramped, prompts, expected):
+    outputs, metrics = await run(cramped, prompts, "--preemption-mode=swap")
+    assert outputs == expected
+    assert metrics["quire_kv_swapped_in_blocks_total"] > metrics["quire_kv_promoted_blocks_total"]
+    assert metrics["quire_recomputed_tokens_total"] == 0
+
+
+async def test_by_swap_without_prefix_cache(cramped, prompts, expected):
+    flags = ["--preemption-mode=swap", "--no-enable-prefix-caching", "--max-swap-blocks=3"]
+    outputs, metrics = await run(cramped, prompts, *flags)
+    assert outputs == expected
+    assert metrics["quire_recomputed_tokens_total"] == 0
+    assert metrics["quire_kv_demoted_blocks_total"] == 0
+    swapped_in = metrics["quire_kv_swapped_in_blocks_total"]
+    # One that had to make room again while it came back came back twice.
+    assert swapped_in >= metrics["quire_kv_swapped_out_blocks_total"] > 0
+
+
+async def test_by_recompute_alone(cramped, prompts, expected):
+    flags = ["--preemption-mode=recompute", "--no-enable-prefix-caching"]
+    outputs, metrics = await run(cramped, prompts, *flags)
+    assert outputs == expected
+    assert metrics["quire_kv_swapped_out_blocks_total"] == 0
+    assert metrics["quire_recomputed_tokens_total"] > 0
+
+
+async def test_by_cost(cramped, prompts, expected):
+    outputs, _ = await run(cramped, prompts)
+    assert outputs == expected
