@@ -141,9 +141,12 @@ def _copy_runs(
 ) -> None:
     """Copy rows `src` of `source` to rows `dst` of `target`, one copy for each run."""
     for first_src, first_dst, count in runs(src, dst):
-        target[first_dst : first_dst + count].copy_(
-            source[first_src : first_src + count], non_blocking=True
-        )
+        into = target[first_dst : first_dst + count]
+        what = source[first_src : first_src + count]
+        if into.is_cuda or what.is_cuda:
+            into.copy_(what, non_blocking=True)
+        else:  # memcpy; torch's own loop is slower on single blocks
+            np.copyto(into.numpy(), what.numpy())
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:

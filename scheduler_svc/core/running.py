@@ -104,7 +104,7 @@ class RunningSet:
         seq.row = self._rows.occupy(seq)
         seq.announced = False
         self._seqs[seq.seq_id] = seq
-        self._wait_for(seq, found.loading + targets)
+        self._wait_for(seq, (*found.loading, *targets))
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -192,11 +192,11 @@ class RunningSet:
             if not bad.isdisjoint(seq.loading_block_ids):
                 broken.append(seq)
                 continue
-            seq.loading_block_ids = list(filter(self._tier.is_loading, seq.loading_block_ids))
+            seq.loading_block_ids = tuple(filter(self._tier.is_loading, seq.loading_block_ids))
             if not seq.loading_block_ids:
                 del self._loading[seq.seq_id]
                 self._tier.pool.drop(seq.host_block_ids)
-                seq.host_block_ids = []
+                seq.host_block_ids = ()
                 self._publish(seq, self.num_computed_tokens(seq))
         return broken
 
@@ -230,7 +230,7 @@ class RunningSet:
             self._released_rows.append(seq.row)
         self._rows.abandon(seq.row)
         self._steps.hold(held, seq.row)
-        seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, []
+        seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
 
     def distrust(self, seq: Sequence) -> None:
         """Let nobody find the blocks of a running sequence whose KV is broken."""
@@ -238,14 +238,14 @@ class RunningSet:
         self._tier.forget(seq.block_hashes)
         seq.num_published_blocks = len(seq.block_ids)
 
-    def _wait_for(self, seq: Sequence, blocks: list[DeviceBlockId]) -> None:
+    def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
         """Let a sequence that just started depend on swap-ins; if on none, the host's copy goes."""
         if blocks:
-            seq.loading_block_ids = list(blocks)
+            seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq
         elif seq.host_block_ids:
             self._tier.pool.drop(seq.host_block_ids)
-            seq.host_block_ids = []
+            seq.host_block_ids = ()
 
     def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
         """Tell the worker all about a sequence."""

@@ -258,7 +258,7 @@ class Scheduler:
             hashes = seq.block_hashes[: num_known // block_size]
             ready = self._pool.find(hashes)
         if is_swapped:
-            return FoundKv(ready, [], seq.host_block_ids[len(ready) :], num_known)
+            return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
         loading, sources = self._tier.find(hashes[len(ready) :])
         num_found = len(ready) + len(loading) + len(sources)
         return FoundKv(ready, loading, sources, num_found * block_size)
@@ -347,7 +347,7 @@ class Scheduler:
             num_computed = num_computed if seq.host_block_ids else 0
         elif num_computed and self._tier.should_swap(len(blocks), num_computed):
             hashes = seq.block_hashes[: num_computed // self.config.block_size]
-            seq.host_block_ids = self._tier.swap_out(blocks, hashes)
+            seq.host_block_ids = tuple(self._tier.swap_out(blocks, hashes))
         seq.num_computed_tokens = num_computed
         if seq.host_block_ids:
             seq.move(SeqStatus.SWAPPED)
@@ -365,7 +365,7 @@ class Scheduler:
 
     def _drop_host_blocks(self, seq: Sequence) -> None:
         self._tier.pool.drop(seq.host_block_ids)
-        seq.host_block_ids = []
+        seq.host_block_ids = ()
 
     def _finish(
         self,

@@ -78,10 +78,10 @@ class Sequence:
     """Whether the worker has heard of it since it got its row."""
     copy_from: DeviceBlockId | None = None
     """Until announced: the block that its last one starts as a copy of; it holds a reference."""
-    host_block_ids: list[HostBlockId] = field(default_factory=list)
+    host_block_ids: tuple[HostBlockId, ...] = ()
     """Where its computed tokens' KV is on the host: from its swap-out until its swap-in is known to
     have succeeded."""
-    loading_block_ids: list[DeviceBlockId] = field(default_factory=list)
+    loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
     own is published meanwhile."""
     next_block_step: StepId | None = None
