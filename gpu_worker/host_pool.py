@@ -40,11 +40,13 @@ class HostPool:
             num_blocks, device_blocks.shape[1], dtype=torch.uint8, pin_memory=device_blocks.is_cuda
         )
         self._checksums: dict[int, int] | None = {} if has_checksums else None
+        self._is_loading = False
         self._streams = _Streams(device_blocks.device) if device_blocks.is_cuda else None
 
     def begin_step(self) -> None:
         """Let everything from here on see what the steps before have swapped in."""
-        if self._streams is not None:
+        if self._streams is not None and self._is_loading:
+            self._is_loading = False
             self._streams.end_loading()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
@@ -74,6 +76,9 @@ class HostPool:
         Returns:
             int32[F]: those of `dst` that were not copied, because their source has changed.
         """
+        if not len(src):
+            return dst
+        self._is_loading = True
         is_intact = np.ones(len(src), np.bool_)
         if self._checksums is not None:
             self._await_stores()

@@ -287,3 +287,22 @@ def test_a_corrupt_block_of_the_cache_is_not_found_again():
     ((_, num_computed, _),) = new(plan)
     assert num_computed == 4, "block 0 of the device"
     assert not ins(plan)
+
+
+def test_while_swap_ins_wait_what_growth_evicts_is_lost_so_that_they_can_go():
+    core = make_core(num_blocks=7, num_host_blocks=8)
+    run_alone(core, 0, [1] * 9)
+    run_alone(core, 1, [2] * 25)  # demotes 0's two blocks
+    submit(core, 2, [3] * 3, max_tokens=9)
+    for _ in range(5):
+        plan = schedule(core)
+        answer(core, plan, 0)
+    submit(core, 3, [1] * 9, max_tokens=3)
+    plan = schedule(core)
+    assert len(outs(plan)) == 3, "room for 3, whose swap-ins must wait"
+    answer(core, plan, 0)
+    plan = schedule(core)
+    assert grown(plan) == {0: 3}, "a block that was cached"
+    assert (len(outs(plan)), len(ins(plan))) == (0, 2)
+    answer(core, plan, 0)
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
