@@ -116,6 +116,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[source, self.next_key + index] = []
         self.next_key += n
 
+    @rule(prompts=st.lists(PROMPTS, min_size=3, max_size=4), max_tokens=st.integers(6, 10))
+    def submit_a_crowd(self, prompts, max_tokens):
+        """More than most pools have room for."""
+        for prompt in prompts:
+            self.submit(source=0, prompt=prompt, n=1, max_tokens=max_tokens, salt="")
+
     @rule()
     def schedule(self):
         in_flight = self.core.num_steps_in_flight
@@ -173,11 +179,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests = {k: v for k, v in self.requests.items() if k[0] != source}
         self.outputs = {k: v for k, v in self.outputs.items() if k[0] != source}
 
-    @precondition(lambda self: self.config.num_host_blocks)
-    @rule(data=st.data())
-    def corrupt_host_block(self, data):
-        block = data.draw(st.integers(0, self.config.num_host_blocks - 1))
-        self.worker.host[block] = [BROKEN] * self.config.block_size
+    @precondition(lambda self: self.core.load().num_swapped_out_blocks)
+    @rule(every=st.integers(1, 3))
+    def corrupt_host_blocks(self, every):
+        for block in range(0, self.config.num_host_blocks, every):
+            self.worker.host[block] = [BROKEN] * self.config.block_size
 
     @precondition(lambda self: len(self.requests) > 2)
     @rule()
