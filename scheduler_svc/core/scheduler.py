@@ -281,7 +281,7 @@ class Scheduler:
             arrived=now,
             token_ids=known,
             max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            was_admitted=bool(request.outputs),
+            was_admitted=len(known) > len(request.prompt_token_ids),
         )
 
     def _preempt(self, seq: Sequence) -> None:
