@@ -1,9 +1,9 @@
 """What each subcommand is told: flags, environment variables, defaults."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from rpc.settings import ENV_PREFIX, Port, ProcessSettings
@@ -62,6 +62,15 @@ class UpSettings(ProcessSettings):
     """Stream one completion in the terminal when the service is ready."""
     verbose: bool = False
     """Show the processes' logs as they are written."""
+
+    @model_validator(mode="after")
+    def _workers_have_a_device_each(self) -> Self:
+        if self.workers > 1 and ":" in self.device:
+            raise ValueError(
+                f"--device is {self.device}, which is one GPU, but --workers is {self.workers}:"
+                " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+            )
+        return self
 
 
 class _CommandSettings(BaseSettings):

@@ -153,9 +153,9 @@ class Supervisor:
                 f"{slot.spec.name} cannot be started: {slot.spec.argv[0]}: {error.strerror}"
             ) from None
         slot.num_starts += 1
+        self._on_change(self.running)
         if slot.num_starts > 1:
             self._report(f"{slot.spec.name} started again as pid {slot.child.pid}")
-        self._on_change(self.running)
         return slot.child
 
     def _after_death(self, slot: _Slot, child: Child, lived_s: float) -> None:

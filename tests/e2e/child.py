@@ -55,10 +55,6 @@ class Child:
             )
 
     @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
-    @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.module} does not run"
         return self._process.pid
@@ -74,6 +70,11 @@ class Child:
     def http(self) -> str:
         """Where it answers HTTP, "host:port"; waits until it has a port."""
         return eventually(self._find_http, f"{self.module} listens", START_S)
+
+    def poll(self) -> int | None:
+        """With what it has ended by itself; None if it has not."""
+        assert self._process is not None, f"{self.module} does not run"
+        return self._process.poll()
 
     def check_alive(self) -> None:
         """Fails, showing the log, if the process has ended by itself."""

@@ -17,11 +17,11 @@ import pytest
 from quire.v1 import common_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.child import eventually
-from tests.e2e.generation import generate_request, read, read_aio
+from tests.e2e.generation import Result, generate_request, read, read_aio
 from tests.e2e.service import Service, is_idle
 from tests.e2e.step_gate import StepGate
 
-ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
+ENDLESS = {"max_tokens": 3800, "ignore_eos": True}
 PROMPT = list(range(50, 90))
 MIB = 2**20
 
@@ -59,13 +59,16 @@ def _cancel_four_outputs(service: Service, stack: ExitStack) -> Callable[[], obj
 def _pass_deadline(service: Service, stack: ExitStack) -> Callable[[], object]:
     stream = service.stub.Generate(generate_request(PROMPT, **ENDLESS), timeout=1.5)
     stack.callback(stream.cancel)
-    next(stream)
+    result = Result()
+    result.add(next(stream))
 
     def wait() -> None:
         # The client's own timer and the router's run out at the same time: either is heard first.
         try:
-            (finished,) = read(stream).finished.values()
-            was_deadline = finished.finish_reason == common_pb2.FINISH_REASON_DEADLINE
+            for response in stream:
+                result.add(response)
+            reason = result.finished[0].finish_reason
+            was_deadline = reason == common_pb2.FINISH_REASON_DEADLINE
         except grpc.RpcError as error:
             was_deadline = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert was_deadline

@@ -31,7 +31,6 @@ class Harness:
 
     def __init__(self, specs: list[ProcessSpec], log_dir: Path, drain_s: float = 10.0) -> None:
         self.reports: list[str] = []
-        self._changed = asyncio.Condition()
         self.supervisor = Supervisor(
             specs,
             log_dir,
