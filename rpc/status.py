@@ -109,15 +109,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
         return make(
             _wrap(getattr(handler, kind)),
+            # A stream's messages come from our own processes: no message is a bug, and UNKNOWN.
             request_deserializer=handler.request_deserializer
-            if handler.request_streaming  # between our own processes: a bug, and UNKNOWN
+            if handler.request_streaming
             else _or_error(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
 
-def _or_error(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """Parse into an error what is no message: what a deserializer raises, gRPC says is UNKNOWN."""
+    if deserialize is None:
+        return None
 
     def parse(data: bytes) -> Any:
         try:

@@ -21,7 +21,7 @@ _TIMEOUT_S = 3.0
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire status`; give the exit code."""
-    settings = parse_settings(StatusSettings, "quire status", argv)  # type: ignore[type-var]
+    settings = parse_settings(StatusSettings, "quire status", argv)
     console = Console(highlight=False)
     if settings.target:
         return 0 if _show_load(console, settings.target) else 1

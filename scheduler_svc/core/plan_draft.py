@@ -6,6 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import DeviceBlockId
 from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
+from scheduler_svc.core.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -22,13 +23,14 @@ class PlanDraft:
     appended_blocks: list[DeviceBlockId] = field(default_factory=list)
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
-    chunk_rows: list[int] = field(default_factory=list)
-    chunk_lens: list[int] = field(default_factory=list)
+    chunk_lens: dict[int, int] = field(default_factory=dict)
+    """By row."""
+    long_prefills: list[Sequence] = field(default_factory=list)
+    """Those that have left a part of the budget to others, and may have what these do not use."""
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` known tokens of `row`, at the cost of the budget."""
-        self.chunk_rows.append(row)
-        self.chunk_lens.append(num_tokens)
+        """Compute `num_tokens` (more) known tokens of `row`, at the cost of the budget."""
+        self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
         self.budget -= num_tokens
 
     def finish(self, released_rows: list[int]) -> StepPlan:
@@ -41,8 +43,8 @@ class PlanDraft:
             appended_block_ids=np.array(self.appended_blocks, np.int32),
             copy_src_block_ids=np.array(self.copy_src, np.int32),
             copy_dst_block_ids=np.array(self.copy_dst, np.int32),
-            chunk_rows=np.array(self.chunk_rows, np.int32),
-            chunk_lens=np.array(self.chunk_lens, np.int32),
+            chunk_rows=np.array(list(self.chunk_lens), np.int32),
+            chunk_lens=np.array(list(self.chunk_lens.values()), np.int32),
             num_decodes=self.num_decodes,
-            num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens),
+            num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens.values()),
         )

@@ -1,6 +1,7 @@
 """The sequences that run: their rows, their block tables, and what is due for them when."""
 
 from bisect import insort
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import NewSequence, StepId, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -55,9 +57,9 @@ class RunningSet:
         """Return how many blocks the decoding sequences need at `step`."""
         return self._needs_block.num_due(step)
 
-    def last_in_order(self) -> Sequence:
-        """Return the running sequence that came last."""
-        return max(self._seqs.values(), key=lambda seq: seq.order)
+    def last(self, rank: Callable[[Sequence], Rank]) -> Sequence:
+        """Return the running sequence of the greatest rank."""
+        return max(self._seqs.values(), key=rank)
 
     def start(
         self,
@@ -98,8 +100,10 @@ class RunningSet:
             self._pool.share([child.copy_from])
         self.start(child, parent.block_ids[:num_shared], 1, num_computed)
 
-    def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
-        """Compute as many of its known tokens as the step has room for.
+    def compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> bool:
+        """Compute as many of its known tokens as the step has room for, at most `max_tokens`.
+
+        It may be called several times for one step.
 
         Returns:
             Whether these were the last: then the step samples a token, and it decodes from now on.
@@ -108,8 +112,11 @@ class RunningSet:
         if not seq.announced:
             self._announce(seq, draft)
         num_known = len(seq.token_ids)
-        limit = self._config.max_prefill_chunk or draft.budget
-        chunk = min(num_known - seq.num_computed_tokens, draft.budget, limit)
+        chunk = min(seq.num_tokens_left, draft.budget, max_tokens)
+        if (most := self._config.max_prefill_chunk) is not None:
+            chunk = min(chunk, most - draft.chunk_lens.get(seq.row, 0))
+        if chunk == 0:
+            return False
         draft.add_chunk(seq.row, chunk)
         seq.num_computed_tokens += chunk
         # Found from now on: whoever finds it computes in this step or a later one, and in each

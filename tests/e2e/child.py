@@ -50,7 +50,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._env},
+                env={**_environment(), **self._env},
                 start_new_session=True,
             )
 
@@ -126,6 +126,12 @@ class Child:
             if '"listening"' in line:
                 return str(json.loads(line)["http"])
         return None
+
+
+def _environment() -> dict[str, str]:
+    """The tests' own, without what would configure a process of the service or lead it astray."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    return {**ours, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def _group_exists(pgid: int) -> bool:

@@ -38,7 +38,8 @@ def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def unfailed(own: Service) -> list[Result]:
     """What the requests give when nothing dies."""
-    return [read(own.stub.Generate(request)) for request in REQUESTS]
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda request: read(own.stub.Generate(request)), REQUESTS))
 
 
 class Reader:
@@ -161,6 +162,29 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
     own.start_scheduler()
     own.wait_until_ready()
     assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
+
+
+def test_a_scheduler_that_ends_lets_live_streams_end_first(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.scheduler.signal(signal.SIGTERM)
+    _assert_as_unfailed(readers, unfailed)
+    own.scheduler.wait()
+    own.wait_until_not_ready()
+    own.start_scheduler()
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_streams_survive_a_worker_that_is_told_to_end(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.worker.stop()
+    assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
+    own.start_worker()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
 
 
 def test_a_router_that_ends_lets_live_streams_end_first(

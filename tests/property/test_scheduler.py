@@ -19,6 +19,10 @@ from tests.property.oracle import OracleWorker, expected_output
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from(["", "other"])
+TENANTS = st.sampled_from(["", "other", "third"])
+POLICIES = st.sampled_from(
+    ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -32,8 +36,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunk=st.none() | st.integers(1, 3),
         watermark=st.sampled_from([0.0, 0.2]),
+        policy=POLICIES,
+        long_prefill=st.none() | st.integers(0, 4),
+        max_long_prefills=st.integers(1, 2),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, extra_budget, caching, chunk, watermark):
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        extra_budget,
+        caching,
+        chunk,
+        watermark,
+        policy,
+        long_prefill,
+        max_long_prefills,
+    ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -44,6 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             watermark=watermark,
             max_prefill_chunk=chunk,
+            long_prefill_threshold=long_prefill,
+            max_long_prefills=max_long_prefills,
+            policy=policy,
+            policy_args=(("aging_s", "3"),) if "priority" in policy else (),
         )
         self.requests: dict[tuple[int, int], tuple[Request, int]] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -65,8 +88,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         max_tokens=st.integers(1, 10),
         salt=SALTS,
+        priority=st.integers(-2, 2),
+        tenant=TENANTS,
+        patience=st.none() | st.integers(0, 6),
     )
-    def submit(self, source, prompt, n, max_tokens, salt):
+    def submit(self, source, prompt, n, max_tokens, salt, priority, tenant, patience):
         request = Request(
             source=SourceId(source),
             first_seq_key=SeqKey(self.next_key),
@@ -76,6 +102,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             sampling=salt.encode(),
             cache_salt=salt,
+            priority=priority,
+            tenant=tenant,
+            deadline=None if patience is None else self.now + patience,
         )
         self.now += 1
         try:
@@ -94,7 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self):
         in_flight = self.core.num_steps_in_flight
-        if (plan := self.core.schedule(self.now)) is not None:
+        plan = self.core.schedule(self.now)
+        for finished in self.core.take_expired():
+            self.expect_expired(finished)
+        if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
         elif in_flight == 0:
             assert not self.requests, (
@@ -109,6 +141,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[int(source), int(key)].append(int(token))
         for finished in news.finished:
             self.expect_complete(finished)
+
+    def expect_expired(self, finished):
+        assert finished.reason is FinishReason.DEADLINE
+        place = finished.source, finished.seq_key
+        request, index = self.requests.pop(place)
+        assert request.deadline <= self.now
+        prompt = request.prompt_token_ids.tolist()
+        expected = expected_output(request.cache_salt, index, prompt, request.max_tokens)
+        output = self.outputs.pop(place)
+        assert output == expected[: len(output)]
 
     def expect_complete(self, finished):
         place = finished.source, finished.seq_key
