@@ -1,5 +1,6 @@
 # `make up` and `make test` do all their own set-up in .venv.
-PYTHON ?= python3.11
+# TORCH chooses the build of torch; the pin keeps a CPU machine from fetching another with CUDA.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 up: setup
-	$(BIN)/quire up --demo
+	$(BIN)/quire up --demo --detach
 
 test: setup lint
 	$(BIN)/pytest

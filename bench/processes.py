@@ -5,8 +5,8 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from load import Workload
@@ -16,26 +16,45 @@ from quire.cli.child import Child, ProcessSpec
 from quire.cli.probe import wait_until_ready
 
 _BENCH = Path(__file__).parent
-_READ_LIMIT_BYTES = 2**20
+_HOST = "127.0.0.1"
+_LOG_LINES = 30
 _STOP_S = 15.0
+_WARM_UP = Workload(model="", num_prompts=4, input_len=128, output_len=8, seed=-1)
 
 
-@dataclass(frozen=True, slots=True)
 class Service:
-    """Router, scheduler and worker, ready."""
+    """Router, scheduler and worker."""
 
-    base_url: str
-    grpc_target: str
+    def __init__(self, child: Child, socket: Path) -> None:
+        """`child` is `quire up`, with gRPC at `socket`."""
+        self.base_url = f"http://{child.spec.http_address}"
+        self.grpc_target = f"unix:{socket}"
+        self._child = child
+
+    async def wait_until_ready(self) -> None:
+        """Raise RuntimeError with the end of the log if it does not start."""
+        address = self._child.spec.http_address
+        await wait_until_ready({"router": address}, lambda _: None, self._check)
+
+    def _check(self) -> None:
+        if self._child.exit_code is not None:
+            log = "\n".join(self._child.log_tail(_LOG_LINES))
+            raise RuntimeError(f"quire up ended; its log ends:\n{log}")
 
 
 class OneProcess:
-    """The engine of `one_process.py`, in a process of its own."""
+    """The engine of `one_process.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """`process` runs it, with pipes for its standard input and output."""
         self._process = process
 
+    async def wait_until_ready(self) -> None:
+        """Wait for a first, small round; raises RuntimeError if it does not start."""
+        await self.output_tok_s(_WARM_UP, concurrency=_WARM_UP.num_prompts)
+
     async def output_tok_s(self, workload: Workload, concurrency: int) -> float:
-        """Run one round."""
+        """Run one round; raises RuntimeError if it ends instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         message = json.dumps({**asdict(workload), "concurrency": concurrency})
@@ -48,36 +67,21 @@ class OneProcess:
 
 
 @contextlib.asynccontextmanager
-async def service(
-    model: Path, worker_flags: Sequence[str], report: Callable[[str], None]
-) -> AsyncIterator[Service]:
-    """Start the three processes by `quire up`, and stop them at the end.
-
-    Raises RuntimeError with the end of the log if they do not start.
-    """
+async def service(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[Service]:
+    """Start the three processes, by `quire up`; they end with the block, or with us."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name:
         directory = Path(name)
-        http_port = ports.prefer("127.0.0.1", 0, ())
+        http_port = ports.prefer(_HOST, 0, ())
         socket = directory / "grpc.sock"
         up = ("--model", str(model), "--http-port", str(http_port), "--uds", str(socket))
-        address = f"127.0.0.1:{http_port}"
-        child = Child.start(
-            ProcessSpec(
-                name="quire up",
-                argv=(sys.executable, "-m", "quire.cli", "up", *up, *worker_flags),
-                http_address=address,
-            ),
-            directory / "up.log",
+        spec = ProcessSpec(
+            name="quire up",
+            argv=(sys.executable, "-m", "quire.cli", "up", *up, *worker_flags),
+            http_address=ports.join(_HOST, http_port),
         )
-
-        def check() -> None:
-            if child.exit_code is not None:
-                raise RuntimeError("quire up ended:\n" + "\n".join(child.log_tail(30)))
-
+        child = Child.start(spec, directory / "up.log")
         try:
-            await wait_until_ready({"router": address}, lambda _: None, check)
-            report("the three processes are ready")
-            yield Service(f"http://{address}", f"unix:{socket}")
+            yield Service(child, socket)
         finally:
             child.terminate()
             with contextlib.suppress(TimeoutError):
@@ -86,29 +90,18 @@ async def service(
 
 
 @contextlib.asynccontextmanager
-async def one_process(
-    model: Path, worker_flags: Sequence[str], report: Callable[[str], None]
-) -> AsyncIterator[OneProcess]:
-    """Start the engine in one process; it ends with us, for its standard input does."""
+async def one_process(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[OneProcess]:
+    """Start the engine in one process; it ends with the block, or with us: its input ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(_BENCH / "one_process.py"), "--model", str(model), *worker_flags),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        limit=_READ_LIMIT_BYTES,
-        start_new_session=True,
+        start_new_session=True,  # a terminal's Ctrl-C is for us
     )
     try:
-        engine = OneProcess(process)
-        await engine.output_tok_s(_WARM_UP, concurrency=_WARM_UP.num_prompts)
-        report("the one process is ready")
-        yield engine
+        yield OneProcess(process)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-_WARM_UP = Workload(model="", num_prompts=4, input_len=128, output_len=8, seed=-1)
+        await _kill(process)
 
 
 async def make_model(directory: Path) -> None:
@@ -121,5 +114,10 @@ async def make_model(directory: Path) -> None:
         if await process.wait():
             raise RuntimeError(f"make_model.py ended with {process.returncode}")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        await _kill(process)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -2,9 +2,10 @@
 
 Starts router, scheduler and worker on a 125M Llama with random weights, loads their OpenAI face
 with 1, 8 and 32 streams of 128 tokens in and 64 out, then lets them take turns with the same
-engine in one process (see one_process.py). The client, a process of its own, runs on the same
-machine: with few cores it competes with what it measures, in all the numbers alike but for the one
-process, which has no client. --base-url measures a server that is up already, without the tax.
+engine in one process (see one_process.py). The client is a process of its own on the same machine.
+Where cores are few, all compete: the client's time is part of what three processes are seen to
+cost, while the one process has no client. --base-url measures a server that is up already, and no
+tax.
 """
 
 import argparse
@@ -12,22 +13,22 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
 import uvloop
 from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
 from processes import make_model, one_process, service
 from split import measure_split
 
-_KV_CACHE_GB = 0.5
-"""Of each engine: room for 21,000 tokens of the 125M model, where 32 streams need 6,144."""
 _WAVES = 4
-"""Prompts of each slot; with --quick 1."""
+"""Prompts of each stream; with --quick 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Options:
     output_len: int
     num_threads: int
     device: str
+    kv_cache_memory_gb: float
     split_concurrency: int
     split_rounds: int
     base_url: str | None
@@ -56,6 +58,9 @@ def _report(line: str) -> None:
 
 async def measure(options: Options) -> dict[str, float]:
     """Measure what the options ask for, print it, and give it as names to numbers."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.base_url is not None:
         return metrics_of(await _measure_load(options, options.base_url))
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as temporary:
@@ -70,22 +75,25 @@ async def measure(options: Options) -> dict[str, float]:
 async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
     worker_flags = (
         *("--num-threads", str(options.num_threads)),
-        *("--kv-cache-memory-gb", str(_KV_CACHE_GB)),
+        *("--kv-cache-memory-gb", str(options.kv_cache_memory_gb)),
         *("--device", options.device),
     )
     _report("starting the processes …")
     async with contextlib.AsyncExitStack() as stack:
-        started, alone = await asyncio.gather(
-            stack.enter_async_context(service(model, worker_flags, _report)),
-            stack.enter_async_context(one_process(model, worker_flags, _report)),
-        )
+        started = await stack.enter_async_context(service(model, worker_flags))
+        alone = await stack.enter_async_context(one_process(model, worker_flags))
+        await asyncio.gather(started.wait_until_ready(), alone.wait_until_ready())
+        _report("the three processes and the one are ready")
         metrics = metrics_of(await _measure_load(options, started.base_url))
         name = await find_model(started.base_url)
         concurrency = options.split_concurrency
+        workload = _workload(options, name, concurrency)
+        if options.quick:  # there is time for two short rounds, or for one
+            workload = replace(workload, output_len=-(-workload.output_len // 2))
         tax = await measure_split(
             started,
             alone,
-            _workload(options, name, concurrency),
+            workload,
             concurrency,
             options.split_rounds,
             _report,
@@ -130,22 +138,30 @@ def _parse_options(argv: Sequence[str] | None = None) -> Options:
     add("--output-len", type=int, default=64, help="tokens of an answer; default: 64")
     add("--num-threads", type=int, default=2, help="threads of a worker on a CPU; default: 2")
     add("--device", default="auto", help="where workers compute: auto, cpu, cuda, cuda:N")
-    add("--split-concurrency", type=int, help="of the split's tax; default: 32, with --quick 8")
-    add("--split-rounds", type=int, help="of the split's tax; default: 5, with --quick 2")
+    add("--kv-cache-memory-gb", type=float, default=0.5, help="of each engine; default: 0.5 GiB")
+    add("--split-concurrency", type=int, default=8, help="of the split's tax; default: 8")
+    add("--split-rounds", type=int, help="of the split's tax; default: 6, with --quick 2")
     add("--base-url", metavar="URL", help="measure this server; no split's tax")
     given = parser.parse_args(argv)
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: {given.model}: it must be a model directory; see make_model.py")
     values = vars(given)
-    values["concurrency"] = tuple(map(int, given.concurrency.split(",")))
-    values["split_concurrency"] = given.split_concurrency or (8 if given.quick else 32)
-    values["split_rounds"] = given.split_rounds or (2 if given.quick else 5)
+    try:
+        values["concurrency"] = tuple(map(int, given.concurrency.split(",")))
+    except ValueError:
+        parser.error(f"--concurrency: {given.concurrency}: it must be numbers such as 1,8,32")
+    values["split_rounds"] = given.split_rounds or (2 if given.quick else 6)
     return Options(**values)
 
 
 def _main() -> None:
     options = _parse_options()
-    metrics = uvloop.run(measure(options))
+    try:
+        metrics = uvloop.run(measure(options))
+    except (RuntimeError, aiohttp.ClientError) as error:
+        sys.exit(f"serve.py: {error}")
+    except (KeyboardInterrupt, asyncio.CancelledError):  # what was started has ended
+        sys.exit(130)
     if options.json is not None:
         options.json.write_text(json.dumps(metrics, indent=2) + "\n")
     _report("done")

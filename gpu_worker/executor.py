@@ -98,6 +98,13 @@ class Executor:
         """How many steps may be launched and not collected."""
         return 2 if self._device.type == "cuda" else 1
 
+    def bind_thread(self) -> None:
+        """Prepare the calling thread for all other calls; what it sets is each thread's own."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(torch.get_num_threads())
+
     def reset(self) -> None:
         """Forget all sequences; KV contents are left as they are."""
         self._spans.clear(time.time())

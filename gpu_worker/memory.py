@@ -89,42 +89,44 @@ def _run_largest_step(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Most bytes that torch holds, weights included, while as many rows as can be sample."""
+    """Most bytes that torch holds while that step runs, weights included."""
+    step = largest_step(limits)
+    num_blocks = sum(len(new.block_ids) for new in step.new_rows)
+    pool = KvPool(config, num_blocks, limits.block_size, dtype, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    Executor(model, pool, limits, (), device).step(step)
+    peak = torch.cuda.max_memory_allocated(device)
+    del pool
+    torch.cuda.empty_cache()
+    return peak
+
+
+def largest_step(limits: Limits) -> StepInput:
+    """A step with as many tokens as may be, over as many rows as may be, all of which sample.
+
+    They sample by what takes most memory; their blocks are numbered from 0.
+    """
     num_rows = limits.max_num_seqs
-    # One token must be left to sample.
+    # A sequence must have room for the token it samples.
     length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len - 1)
-    num_blocks = -(-length // limits.block_size)
-    executor = Executor(
-        model,
-        KvPool(config, num_rows * num_blocks, limits.block_size, dtype, device),
-        limits,
-        (),
-        device,
-    )
-    rows = np.arange(num_rows, dtype=np.int32)
-    sampling = SamplingParams(seed=0, top_p=0.5, logprobs=1)
-    step = StepInput(
+    blocks = np.arange(num_rows * -(-length // limits.block_size), dtype=np.int32)
+    sampling = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
+    return StepInput(
         step_id=1,
         num_decodes=0,
         new_rows=tuple(
             NewRow(
-                seq_id=int(row),
-                row=int(row),
+                seq_id=row,
+                row=row,
                 token_ids=np.zeros(length, np.int32),
                 num_prompt_tokens=length,
                 num_computed_tokens=0,
-                block_ids=np.arange(num_blocks, dtype=np.int32) + row * num_blocks,
+                block_ids=block_ids,
                 sampling=sampling,
                 max_total_tokens=length + 1,
             )
-            for row in rows
+            for row, block_ids in enumerate(blocks.reshape(num_rows, -1))
         ),
-        chunk_rows=rows,
+        chunk_rows=np.arange(num_rows, dtype=np.int32),
         chunk_lens=np.full(num_rows, length, np.int32),
     )
-    torch.cuda.reset_peak_memory_stats(device)
-    executor.step(step)
-    peak = torch.cuda.max_memory_allocated(device)
-    del executor
-    torch.cuda.empty_cache()
-    return peak

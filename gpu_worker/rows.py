@@ -73,7 +73,7 @@ class Rows:
         self.incarnation = np.zeros(num_rows, np.int64)
         """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """The last one that sampled an end token or could not sample: it is not computed further."""
+        """The last one that sampled an end token, or could not sample: it computes no more."""
 
     @property
     def num_used(self) -> int:

@@ -36,15 +36,15 @@ class _Attachment:
 
     number: int
     epoch: int
-    results: ResultStream | None = None
-    """Of its `Execute` stream, from that one's first batch; a claim has one."""
+    has_stream: bool = False
+    """Whether an `Execute` stream has sent a batch under it; there may be one such."""
     last_step_id: int = 0
     """Of the batches taken."""
     done_step_id: int = 0
     """Of the results sent."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Execution:
     """One call of `Execute`."""
 
@@ -77,6 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
         self._attachment: _Attachment | None = None
+        self._executions: set[_Execution] = set()
         self._is_draining = False
 
     def open(self, info: WorkerInfo, steps: Steps) -> None:
@@ -84,10 +85,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info, self._steps = info, steps
 
     async def drain(self) -> None:
-        """Refuse new steps and end the stream after the results that it owes."""
+        """Refuse new steps and end each stream after the results that it owes."""
         self._is_draining = True
-        if self._attachment is not None and self._attachment.results is not None:
-            self._attachment.results.end(UnavailableError("the worker is draining"))
+        for execution in self._executions:
+            execution.results.end(UnavailableError("the worker is draining"))
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
@@ -112,11 +113,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise _stale(request.epoch, before.epoch)
         attachment = _Attachment(0 if before is None else before.number + 1, request.epoch)
         self._attachment = attachment
-        if before is not None and before.results is not None:
-            if before.epoch < request.epoch:
-                before.results.abandon(_stale(before.epoch, request.epoch))
-            else:
-                before.results.abandon(UnavailableError("the scheduler has attached again"))
+        for execution in self._executions:
+            execution.results.abandon(_superseded(execution.attachment, request.epoch))
         await steps.attach(attachment.number)
         _log.info("attached", epoch=request.epoch, scheduler_id=request.scheduler_id)
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
@@ -129,6 +127,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Execute the batches in order and answer each with its result."""
         del context
         execution = _Execution(ResultStream())
+        self._executions.add(execution)
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
             async for output in execution.results.results():
@@ -138,6 +137,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             execution.results.close()
+            self._executions.remove(execution)
 
     async def DescribeDevice(  # noqa: N802 - the proto's name
         self,
@@ -179,13 +179,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 "epoch", f"is {batch.epoch}, which has not attached; {newest.epoch} has"
             )
         if execution.attachment is None:
-            if newest.results is not None:
+            if newest.has_stream:
                 raise AlreadyExistsError(
                     f"epoch {batch.epoch} has opened an Execute stream since it attached"
                 )
-            execution.attachment, newest.results = newest, execution.results
+            execution.attachment, newest.has_stream = newest, True
         if execution.attachment is not newest:
-            raise UnavailableError("the scheduler has attached again")
+            raise _superseded(execution.attachment, newest.epoch)
         if batch.step_id <= newest.last_step_id:
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
@@ -199,6 +199,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._info is None or self._steps is None:
             raise UnavailableError("the model is still being loaded")
         return self._info, self._steps
+
+
+def _superseded(attachment: _Attachment | None, newest: int) -> QuireError:
+    """What ends a stream when somebody attaches; None: it has not said whose it is."""
+    if attachment is not None and attachment.epoch < newest:
+        return _stale(attachment.epoch, newest)
+    return UnavailableError(f"epoch {newest} has attached since the stream was opened")
 
 
 def _stale(epoch: int, newest: int) -> QuireError:

@@ -29,7 +29,7 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, where the device is fast
     in it, else float32."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; unset: as many as the model takes."""
     max_num_seqs: PositiveInt | None = None
     """Most sequences that run at once; unset: 256 on a GPU, 64 on a CPU."""

@@ -101,6 +101,7 @@ class StepLoop:
         return None
 
     def _run(self) -> None:
+        self._executor.bind_thread()
         while True:
             job = self._next_job() if self._pending else self._jobs.get()
             self._busy_since_s = time.monotonic()

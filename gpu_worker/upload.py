@@ -18,10 +18,16 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    return _upload_together(arrays, device, pin=True)
+
+
+def _upload_together(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device, *, pin: bool
+) -> list[torch.Tensor]:
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
-    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)
     host = pinned.numpy()
     for start, array in zip(starts, arrays, strict=False):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

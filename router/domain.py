@@ -62,6 +62,10 @@ class GenerateRequest:
     cache_salt: str = ""
     deadline: float | None = None
     """When the client gives up, on the event loop's clock; None: never."""
+    priority: int = 0
+    """Higher is sooner."""
+    tenant: str = ""
+    """Whom the request is for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from quire.v1 import inference_pb2, inference_pb2_grpc
-from router.domain import FinishReason, OutputDelta, OutputFinished, Usage
+from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
 from router.inference import Inference
+from router.precedence import with_precedence
 from router.scheduler_wire import error_from_code
 from router.wire import (
     event_to_proto,
@@ -47,7 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         Writes to the context, rather than being a generator: a call that ends while a write waits
         for the reader then unwinds this very frame, and with it the request, at once.
         """
-        domain_request = generate_request_from_proto(request, _deadline(context))
+        domain_request = _request(request, context)
         async with await self._inference.generate(domain_request) as live:
             async for event in live:
                 await context.write(event_to_proto(live.request_id, event))
@@ -58,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: _Context,
     ) -> inference_pb2.GenerateOnceResponse:
         """Collects the events; the failure of an output is the call's."""
-        domain_request = generate_request_from_proto(request.request, _deadline(context))
+        domain_request = _request(request.request, context)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._inference.generate(domain_request) as live:
             response.request_id = live.request_id
@@ -136,6 +137,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetLoadResponse:
         """Passes on the scheduler's load."""
         return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
+
+
+def _request(message: inference_pb2.GenerateRequest, context: _Context) -> GenerateRequest:
+    """Takes what the message says, and what the call says beside it."""
+    metadata = {
+        key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
+    }
+    return with_precedence(generate_request_from_proto(message, _deadline(context)), metadata)
 
 
 def _deadline(context: _Context) -> float | None:

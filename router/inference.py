@@ -121,6 +121,9 @@ class Inference:
             sampling=sampling,
             cache_salt=request.cache_salt,
             traceparent=telemetry.inject(trace.set_span_in_context(span)),
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=request.deadline,
         )
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -138,7 +141,6 @@ class Inference:
             record,
             outputs,
             model=model.id,
-            deadline=request.deadline,
             cancel=self._scheduler.cancel,
             on_closed=self._on_closed,
         )

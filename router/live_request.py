@@ -39,6 +39,10 @@ class ReplayRecord:
     sampling: SamplingParams
     cache_salt: str
     traceparent: str
+    priority: int
+    tenant: str
+    deadline: float | None
+    """On the event loop's clock; None: never."""
 
 
 class LiveRequest:
@@ -61,7 +65,6 @@ class LiveRequest:
         outputs: Sequence[LiveOutput],
         *,
         model: str,
-        deadline: float | None,
         cancel: Callable[[Sequence[int]], None],
         on_closed: Callable[["LiveRequest"], None],
     ) -> None:
@@ -87,7 +90,9 @@ class LiveRequest:
         self._num_outputs_read = 0  # outputs whose end the reader has taken
         self._accepted = False  # the reader has taken an event: too late to refuse
         self._closed = False
-        self._timer = None if deadline is None else loop.call_at(deadline, self._expire)
+        self._timer = (
+            None if record.deadline is None else loop.call_at(record.deadline, self._expire)
+        )
 
     @property
     def request_id(self) -> str:

@@ -247,7 +247,7 @@ class SchedulerClient:
     def _put_submit(self, live: LiveRequest) -> None:
         assert self._outbox is not None
         live.num_submits += 1
-        self._outbox.put_nowait(submit_to_proto(live))
+        self._outbox.put_nowait(submit_to_proto(live, asyncio.get_running_loop().time()))
 
     def _put_cancel(self, seq_keys: Sequence[int]) -> None:
         # Without a scheduler there is nobody to tell: they will not be submitted again.

@@ -49,8 +49,11 @@ _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
 }
 
 
-def submit_to_proto(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
-    """Writes a request as it now stands: what its outputs have produced goes with it."""
+def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
+    """Writes a request as it now stands: what its outputs have produced goes with it.
+
+    `now` is on the event loop's clock, which the scheduler does not share.
+    """
     record = live.record
     so_far = [
         scheduler_pb2.OutputSoFar(
@@ -69,6 +72,9 @@ def submit_to_proto(live: LiveRequest) -> scheduler_pb2.ConnectRequest:
             cache_salt=record.cache_salt,
             traceparent=record.traceparent,
             outputs=[] if is_new else so_far,
+            priority=record.priority,
+            tenant=record.tenant,
+            deadline_s=None if record.deadline is None else max(0.0, record.deadline - now),
         )
     )
 

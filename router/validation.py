@@ -12,6 +12,8 @@ from rpc.errors import InvalidArgumentError
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 128
+MAX_TENANT_CHARS: Final = 128
+MAX_PRIORITY: Final = 100
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 64
@@ -33,6 +35,12 @@ def check_request(request: GenerateRequest, model: ModelInfo, max_prompt_bytes: 
             "request_id", f"is {request.request_id!r}; it must have printable characters only"
         )
     _check_chars("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
+    _check_chars("tenant", request.tenant, MAX_TENANT_CHARS)
+    if not (request.tenant.isascii() and request.tenant.isprintable()):
+        raise InvalidArgumentError(
+            "tenant", f"is {request.tenant!r}; it must have printable ASCII characters only"
+        )
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_range("n", request.n, 1, MAX_N)
     _check_stop(request.stop)
     check_sampling(request.sampling, model)

@@ -70,7 +70,7 @@ class ProcessSettings(BaseSettings):
         return path
 
 
-S = TypeVar("S", bound=ProcessSettings)
+S = TypeVar("S", bound=BaseSettings)
 
 
 def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -> S:

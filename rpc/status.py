@@ -109,9 +109,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
         return make(
             _wrap(getattr(handler, kind)),
-            request_deserializer=handler.request_deserializer,
+            # A stream's messages come from our own processes: no message is a bug, and UNKNOWN.
+            request_deserializer=handler.request_deserializer
+            if handler.request_streaming
+            else _or_error(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+
+def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Parse into an error what is no message: what a deserializer raises, gRPC says is UNKNOWN."""
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return errors.InvalidArgumentError(
+                "request", f"is no such message, or a string in it is not UTF-8: {error}"
+            )
+
+    return parse
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, errors.InvalidArgumentError):  # see `_or_error`
+        raise request
 
 
 def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +143,7 @@ def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
+                _check(request)
                 async with contextlib.aclosing(behavior(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -131,6 +156,7 @@ def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
 
     async def call(request: Any, context: Any) -> Any:
         try:
+            _check(request)
             return await behavior(request, context)
         except grpc.aio.AbortError:
             raise

@@ -1,5 +1,7 @@
 """Starts the scheduler: `quire-scheduler` or `python -m scheduler_svc`."""
 
+import sys
+
 import structlog
 
 from rpc import logs, telemetry
@@ -8,6 +10,7 @@ from rpc.server import run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.wire.frames import RecordingError
 
 log = structlog.get_logger()
 
@@ -29,6 +32,9 @@ def main() -> None:
             reason=str(error),
         )
         raise SystemExit(EXIT_STALE_EPOCH) from None
+    except RecordingError as error:
+        sys.stderr.write(f"quire-scheduler: {error}\n")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -9,10 +10,12 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from rpc.health import Health
 from rpc.server import Addresses, serve
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.recording import Recordings
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
@@ -33,7 +36,24 @@ async def run_scheduler(
 
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
+        RecordingError: It cannot record as it is told to.
     """
+    with ExitStack() as stack:
+        recordings = None
+        if settings.record is not None:
+            recordings = stack.enter_context(
+                Recordings(settings.record, settings.record_max_mb * _MIB, settings.epoch)
+            )
+        await _run_scheduler(settings, recordings, registry, on_started, stop)
+
+
+async def _run_scheduler(
+    settings: SchedulerSettings,
+    recordings: Recordings | None,
+    registry: CollectorRegistry,
+    on_started: Callable[[Addresses], Awaitable[None]] | None,
+    stop: asyncio.Event | None,
+) -> None:
     stop = stop if stop is not None else asyncio.Event()
     health = Health()
     streams = RouterStreams(settings.max_backlog_mb * _MIB)
@@ -59,7 +79,7 @@ async def run_scheduler(
                     max_message_mb=settings.max_message_mb,
                 ),
             ),
-            configure=partial(_configure_core, settings),
+            open_core=partial(_open_core, settings, recordings),
             owner=fleet,
             streams=streams,
             spans=spans,
@@ -97,6 +117,15 @@ async def run_scheduler(
         await reign
 
 
+def _open_core(
+    settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
+) -> AbstractContextManager[Scheduler]:
+    config = _configure_core(settings, info)
+    return (
+        nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
+    )
+
+
 def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=info.num_blocks,
@@ -114,4 +143,8 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         prefill_tokens_per_s=info.prefill_tokens_per_s,
         preemption_mode=PreemptionMode(settings.preemption_mode),
         max_swap_blocks=settings.max_swap_blocks,
+        long_prefill_threshold=settings.long_prefill_threshold,
+        max_long_prefills=settings.max_long_prefills,
+        policy=settings.policy,
+        policy_args=settings.policy_args,
     )

@@ -29,11 +29,11 @@ class WorkerInfo:
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
-    block_bytes: int
-    num_host_blocks: int
-    swap_bytes_per_s: float
+    block_bytes: int = 0
+    num_host_blocks: int = 0
+    swap_bytes_per_s: float = 0.0
     """How fast blocks move between device and host; 0: not measured."""
-    prefill_tokens_per_s: float
+    prefill_tokens_per_s: float = 0.0
     """How fast prompts are computed; 0: not measured."""
 
 

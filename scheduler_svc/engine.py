@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import structlog
 
 from rpc.errors import UnavailableError
-from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
@@ -24,6 +24,9 @@ log = structlog.get_logger()
 
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_client.attach`."""
+
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
+"""Makes the core for a worker, which plans for it until the `with` ends."""
 
 
 class EngineOwner(Protocol):
@@ -57,7 +60,7 @@ class Engine:
         target: str,
         *,
         attach: Attach,
-        configure: Callable[[WorkerInfo], SchedulerConfig],
+        open_core: OpenCore,
         owner: EngineOwner,
         streams: RouterStreams,
         spans: QueueSpans,
@@ -69,7 +72,7 @@ class Engine:
         self.loss: str | None = "not attached yet"
         """Why no worker is attached; None: one is."""
         self._attach = attach
-        self._configure = configure
+        self._open_core = open_core
         self._owner = owner
         self._streams = streams
         self._spans = spans
@@ -108,23 +111,27 @@ class Engine:
         link = await self._attach(wake, self._last_step_id)
         try:
             self._owner.accept(self, link.info)
-            session = Session(
-                link,
-                Scheduler(self._configure(link.info)),
-                wake=wake,
-                streams=self._streams,
-                spans=self._spans,
-                metrics=self._metrics,
-                on_end=self._owner.progressed,
-            )
-            self._begin(session, link.info)
-            try:
-                await session.work()
-            except UnavailableError as error:
-                self._end(session, error)
-            return session.has_progressed
+            with self._open_core(link.info) as core:
+                return await self._work(link, core, wake)
         finally:
             await link.close()
+
+    async def _work(self, link: WorkerLink, core: Scheduler, wake: asyncio.Event) -> bool:
+        session = Session(
+            link,
+            core,
+            wake=wake,
+            streams=self._streams,
+            spans=self._spans,
+            metrics=self._metrics,
+            on_end=self._owner.progressed,
+        )
+        self._begin(session, link.info)
+        try:
+            await session.work()
+        except UnavailableError as error:
+            self._end(session, error)
+        return session.has_progressed
 
     def _begin(self, session: Session, info: WorkerInfo) -> None:
         log.info(

@@ -1,6 +1,7 @@
 """The gRPC face: a router's stream in, commands to the fleet; what the engines say, out."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -91,7 +92,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _submit(self, message: scheduler_pb2.Submit, stream: RouterStream, vocab_size: int) -> None:
         try:
-            request = request_from_proto(message, stream.source, vocab_size)
+            request = request_from_proto(message, stream.source, vocab_size, time.monotonic())
             stream.claim(request)
         except InvalidArgumentError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))

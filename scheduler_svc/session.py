@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
+from rpc.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import QueueFullError, RequestRefusedError
+from scheduler_svc.core.errors import DeadlineError, QueueFullError, RequestRefusedError
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
@@ -19,6 +19,7 @@ from scheduler_svc.domain import CancelSequences, Command, DropSource, ModelInfo
 from scheduler_svc.holding import live_seq_keys, num_live_seqs
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
+from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto
@@ -51,6 +52,7 @@ class Session:
         self._on_end = on_end
         self._commands: deque[Command] = deque()
         self._num_posted_seqs = 0
+        self._meter = RateMeter(core.config.max_num_batched_tokens)
 
     # --- for others -----------------------------------------------------------------------------
 
@@ -118,9 +120,13 @@ class Session:
         while self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
             plan = self._core.schedule(time.monotonic())
+            if expired := self._core.take_expired():
+                self._streams.deliver(finished_to_proto(expired))
+                self._after(expired)
             if plan is None:
                 return
             self._link.send(plan)
+            self._meter.sent(plan)
             self._metrics.schedule.observe(time.perf_counter() - started)
 
     def _apply_result(self, timed: TimedResult) -> None:
@@ -130,6 +136,7 @@ class Session:
         self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
         self._metrics.update.observe(time.perf_counter() - started)
         self.has_progressed = True
+        self._meter.answered(result.execute_s)
         self._metrics.step_rpc.observe(timed.rpc_s)
         self._metrics.step_execute.observe(result.execute_s)
         for admitted in news.admitted:
@@ -154,7 +161,10 @@ class Session:
     def _submit(self, command: SubmitRequest) -> None:
         request = command.request
         try:
-            self._core.submit(request, time.monotonic())
+            now = time.monotonic()
+            if not command.was_accepted:
+                self._core.check_deadline(request, now, self._meter.rates)
+            self._core.submit(request, now)
         except RequestRefusedError as error:
             if not command.was_accepted:
                 self._streams.refuse(request, _refusal_from_core(error))
@@ -180,4 +190,6 @@ class Session:
 def _refusal_from_core(error: RequestRefusedError) -> QuireError:
     if isinstance(error, QueueFullError):
         return TooBusyError(str(error))
+    if isinstance(error, DeadlineError):
+        return DeadlineExceededError(str(error))
     return InvalidArgumentError("request", f"cannot be served: {error}")

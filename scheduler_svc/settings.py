@@ -1,12 +1,14 @@
 """What the operator tells a scheduler."""
 
 import time
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from rpc.settings import Port, ProcessSettings
+from scheduler_svc.core.policies.loading import make_policy
 
 
 def _wall_clock_ms() -> int:
@@ -35,6 +37,16 @@ class SchedulerSettings(ProcessSettings):
     """Share of the blocks that admission leaves free for the running sequences to grow into."""
     max_prefill_chunk: Annotated[int, Field(ge=1)] | None = None
     """Most prompt tokens of one sequence in one step; default: what the worker allows."""
+    long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
+    """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
+    ones overtake it. Default: half of the tokens that a step may have; 0: none is long."""
+    max_long_prefills: Annotated[int, Field(ge=1)] = 1
+    """Most long prompts that are computed at the same time."""
+    policy: str = "fcfs"
+    """Who is served first: fcfs, priority, fair (between tenants), deadline, a combination such as
+    priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
+    policy_arg: Annotated[tuple[str, ...], NoDecode] = ()
+    """Arguments of the policy, such as aging_s=30,weight_out=3."""
     preemption_mode: Literal["cost", "swap", "recompute"] = "cost"
     """What becomes of the KV of a sequence that must make room: swap moves it to the worker's host
     memory as long as there is some, recompute drops it, cost does what takes less time."""
@@ -45,7 +57,19 @@ class SchedulerSettings(ProcessSettings):
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
     """How much may wait for a router that does not read, in MiB, before its stream is ended."""
 
-    @field_validator("workers", mode="before")
+    record: Path | None = None
+    """Directory for recordings of all that the scheduler decides, one file for each attachment of a
+    worker, which `quire replay` reads; unset: none are made. They hold the prompts' tokens."""
+    record_max_mb: Annotated[int, Field(ge=1)] = 1024
+    """Most that the recordings of this process may take together, in MiB; then it records no more,
+    and serves on."""
+
+    @property
+    def policy_args(self) -> tuple[tuple[str, str], ...]:
+        """`policy_arg` by name, in an order that does not depend on the operator's."""
+        return tuple(sorted(_split_argument(text) for text in self.policy_arg))
+
+    @field_validator("workers", "policy_arg", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -62,3 +86,21 @@ class SchedulerSettings(ProcessSettings):
         if twice := {worker for worker in workers if workers.count(worker) > 1}:
             raise ValueError(f"names {', '.join(sorted(twice))} twice")
         return workers
+
+    @model_validator(mode="after")
+    def _has_policy(self) -> Self:
+        names = [name for name, _ in self.policy_args]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"--policy-arg: gives {', '.join(sorted(twice))} twice")
+        try:
+            make_policy(self.policy, self.policy_args)
+        except ValueError as error:
+            raise ValueError(f"--policy, --policy-arg: {error}") from error
+        return self
+
+
+def _split_argument(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--policy-arg: {text}: must be name=value")
+    return name, value

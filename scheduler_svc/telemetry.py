@@ -13,6 +13,8 @@ from scheduler_svc.holding import live_seq_keys
 class _TracedSequence:
     request_id: str
     traceparent: str
+    arrived_s: float
+    """Wall clock: that it left the queue is heard of a step later."""
 
 
 class QueueSpans:
@@ -25,7 +27,7 @@ class QueueSpans:
         """Remember a request's trace."""
         if not request.traceparent:
             return
-        traced = _TracedSequence(request.request_id, request.traceparent)
+        traced = _TracedSequence(request.request_id, request.traceparent, time.time())
         self._traced.setdefault(request.source, {}).update(
             dict.fromkeys(live_seq_keys(request), traced)
         )
@@ -35,12 +37,11 @@ class QueueSpans:
         traced = self._traced.get(admitted.source, {}).pop(admitted.seq_key, None)
         if traced is None:
             return
-        now = time.time()
         record_span(
             "queue",
             extract(traced.traceparent),
-            now - admitted.queue_s,
-            now,
+            traced.arrived_s,
+            traced.arrived_s + admitted.queue_s,
             {
                 "gen_ai.request.id": traced.request_id,
                 "quire.seq_key": str(admitted.seq_key),  # uint64: more than an attribute's int64

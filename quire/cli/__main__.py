@@ -12,6 +12,7 @@ COMMANDS: Final = {
     "status": "show processes, health and load",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
+    "replay": "check a scheduler's recording, and explain its preemptions",
 }
 
 _INTERRUPTED: Final = 130

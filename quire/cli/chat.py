@@ -15,7 +15,7 @@ from rpc.settings import parse_settings
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire chat`; give the exit code."""
-    settings = parse_settings(ChatSettings, "quire chat", argv)  # type: ignore[type-var]
+    settings = parse_settings(ChatSettings, "quire chat", argv)
     beginning = [ChatMessage("system", settings.system)] if settings.system else []
     messages = list(beginning)
     is_terminal = sys.stdin.isatty()

@@ -56,7 +56,7 @@ class _Bars:
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             auto_refresh=False,
             transient=True,

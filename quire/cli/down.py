@@ -16,7 +16,7 @@ _POLL_S = 0.05
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire down`; give the exit code."""
-    settings = parse_settings(DownSettings, "quire down", argv)  # type: ignore[type-var]
+    settings = parse_settings(DownSettings, "quire down", argv)
     services = list(running_services())
     chosen = _choose(settings, services)
     for service in chosen:

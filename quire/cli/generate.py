@@ -12,7 +12,7 @@ from rpc.settings import parse_settings
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire generate`; give the exit code."""
-    settings = parse_settings(GenerateSettings, "quire generate", argv)  # type: ignore[type-var]
+    settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     with Client(settings.target) as client:
         events = client.generate(

@@ -34,6 +34,14 @@ _WORKER: Final = (
     "gpu_memory_utilization",
 )
 
+_SIM_WORKERS: Final = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "block_size",
+)
+
 
 class ModelError(Exception):
     """There is no model to serve. The message says what to do."""
@@ -103,7 +111,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
     first = settings.worker_http_port
     workers = tuple(
         choose(first + i if first else first, http_port + 2 + i, "--worker-http-port")
-        for i in range(settings.workers)
+        for i in range(1 if settings.simulate is not None else settings.workers)
     )
     return Addresses(http_port, grpc_port, scheduler, workers)
 
@@ -121,7 +129,8 @@ def plan(
     host = ports.reachable(settings.host)
     model_name = settings.served_model_name or model.name
     named = ("--model", str(model), "--served-model-name", model_name)
-    sockets = [f"{socket_dir}/worker-{i}.sock" for i in range(settings.workers)]
+    num_workers = settings.simulate or settings.workers
+    sockets = [f"{socket_dir}/worker-{i}.sock" for i in range(num_workers)]
 
     def spec(
         name: str, module: str, http_port: int, *flags: str, group: int, **more: str
@@ -153,6 +162,16 @@ def plan(
         *("--uds", scheduler_socket, "--workers", ",".join(f"unix:{path}" for path in sockets)),
         group=1,
     )
+    simulated = spec(
+        "sim-workers",
+        "sim_worker",
+        chosen.worker_http_ports[0],
+        *named,
+        *("--uds", f"{socket_dir}/worker.sock" if num_workers > 1 else sockets[0]),
+        *("--count", str(num_workers), "--worker-id", "sim"),
+        *_flags(settings, _SIM_WORKERS),
+        group=2,
+    )
     workers = [
         spec(
             f"worker-{i}",
@@ -166,6 +185,7 @@ def plan(
             **_share(settings, i, environment),
         )
         for i in range(settings.workers)
+        if settings.simulate is None
     ]
     return Layout(
         model=model,
@@ -173,7 +193,7 @@ def plan(
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
         # Workers first: they take longest.
-        specs=(*workers, scheduler, router),
+        specs=(*(workers or [simulated]), scheduler, router),
     )
 
 

@@ -1,9 +1,9 @@
 """What each subcommand is told: flags, environment variables, defaults."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from rpc.settings import ENV_PREFIX, Port, ProcessSettings
@@ -25,6 +25,9 @@ class UpSettings(ProcessSettings):
     """How many workers to start; on CUDA each takes a device of its own."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda where there is one."""
+    simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Start so many simulated workers instead, in one process: they keep the protocol and take a
+    GPU's time, but compute nothing, and their text is random."""
     http_port: Port = 8000
     """Port of the router's HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -62,6 +65,15 @@ class UpSettings(ProcessSettings):
     """Stream one completion in the terminal when the service is ready."""
     verbose: bool = False
     """Show the processes' logs as they are written."""
+
+    @model_validator(mode="after")
+    def _workers_have_a_device_each(self) -> Self:
+        if self.workers > 1 and ":" in self.device:
+            raise ValueError(
+                f"--device is {self.device}, which is one GPU, but --workers is {self.workers}:"
+                " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+            )
+        return self
 
 
 class _CommandSettings(BaseSettings):
@@ -119,6 +131,18 @@ class StatusSettings(_CommandSettings):
 
     target: str = ""
     """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
+
+
+class ReplaySettings(_CommandSettings):
+    """Feed a recording of a scheduler (`--record`) to a new core. Exits with 1 if a plan differs.
+
+    Shows the totals, and for each preemption when it was, whom it hit, why, and what it cost.
+    """
+
+    file: CliPositionalArg[Path]
+    """The recording: one worker's, from one attachment."""
+    step: Positive | None = None
+    """Show this step's plan in full instead."""
 
 
 class DownSettings(_CommandSettings):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import aiohttp
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.probe import Readiness, probe
@@ -20,7 +21,7 @@ _TIMEOUT_S = 3.0
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire status`; give the exit code."""
-    settings = parse_settings(StatusSettings, "quire status", argv)  # type: ignore[type-var]
+    settings = parse_settings(StatusSettings, "quire status", argv)
     console = Console(highlight=False)
     if settings.target:
         return 0 if _show_load(console, settings.target) else 1
@@ -33,10 +34,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_service(console: Console, service: ServiceInfo) -> bool:
-    console.print(f"[bold]{service.model_name}[/bold]  {service.model}")
+    console.print(f"[bold]{escape(service.model_name)}[/bold]  {escape(service.model)}")
     console.print(
         f"HTTP {service.http_address}, gRPC {service.grpc_target}, supervisor pid {service.pid},"
         f" logs {service.log_dir}",
+        markup=False,
         soft_wrap=True,
     )
     answers = asyncio.run(_probe_all(service))
@@ -66,7 +68,7 @@ def _describe(readiness: Readiness | None) -> str:
         return "[red]does not answer[/red]"
     percent = "" if readiness.progress is None else f" {readiness.progress:.0%}"
     colour = "green" if readiness.ready else "yellow"
-    return f"[{colour}]{readiness.status}{percent}[/{colour}]"
+    return f"[{colour}]{escape(readiness.status)}{percent}[/{colour}]"
 
 
 def _show_load(console: Console, target: str) -> bool:
@@ -75,7 +77,9 @@ def _show_load(console: Console, target: str) -> bool:
         with Client(target) as client:
             load = client.load(timeout_s=_TIMEOUT_S)
     except QuireError as error:
-        console.print(f"load: [red]{target} does not say: {error}[/red]", soft_wrap=True)
+        console.print(
+            f"load: [red]{target} does not say: {escape(str(error))}[/red]", soft_wrap=True
+        )
         return False
     console.print(describe_load(load), soft_wrap=True)
     return True

@@ -127,7 +127,12 @@ class Supervisor:
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                child = self._start(slot)
+                try:
+                    child = self._start(slot)
+                except OSError as error:
+                    self._after_failed_start(slot, error)
+                    await self._back_off(slot, stopping)
+                    continue
                 started_at = time.monotonic()
                 ended = asyncio.create_task(child.wait())
                 await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -139,24 +144,27 @@ class Supervisor:
                 self._on_change(self.running)
                 lived_s = time.monotonic() - started_at
                 self._after_death(slot, child, lived_s)
-                delay_s = self._backoff.delay_s(slot.num_deaths)
-                await asyncio.wait((stopping,), timeout=delay_s)
+                await self._back_off(slot, stopping)
         finally:
             stopping.cancel()
 
+    async def _back_off(self, slot: _Slot, stopping: asyncio.Task[bool]) -> None:
+        await asyncio.wait((stopping,), timeout=self._backoff.delay_s(slot.num_deaths))
+
     def _start(self, slot: _Slot) -> Child:
-        log_file = self._log_dir / f"{slot.spec.name}.log"
-        try:
-            slot.child = Child.start(slot.spec, log_file)
-        except OSError as error:
-            raise StartError(
-                f"{slot.spec.name} cannot be started: {slot.spec.argv[0]}: {error.strerror}"
-            ) from None
+        slot.child = Child.start(slot.spec, self._log_dir / f"{slot.spec.name}.log")
         slot.num_starts += 1
+        self._on_change(self.running)
         if slot.num_starts > 1:
             self._report(f"{slot.spec.name} started again as pid {slot.child.pid}")
-        self._on_change(self.running)
         return slot.child
+
+    def _after_failed_start(self, slot: _Slot, error: OSError) -> None:
+        problem = f"{slot.spec.name} cannot be started: {slot.spec.argv[0]}: {error.strerror}"
+        if not self._started:
+            raise StartError(problem)
+        slot.num_deaths += 1
+        self._report(f"{problem}; trying again in {self._backoff.delay_s(slot.num_deaths):g} s")
 
     def _after_death(self, slot: _Slot, child: Child, lived_s: float) -> None:
         end = describe_exit(child.exit_code or 0)

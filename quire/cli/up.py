@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -84,7 +85,9 @@ async def _serve(
     settings: UpSettings, planned: Layout, directory: ServiceDir, display: Display
 ) -> None:
     def publish(running: Sequence[Running]) -> None:
-        directory.write(_info(planned, directory, running))
+        # A full disk makes `quire status` out of date, no more.
+        with contextlib.suppress(OSError):
+            directory.write(_info(planned, directory, running))
 
     supervisor = Supervisor(
         planned.specs,
@@ -185,6 +188,8 @@ def _become_daemon(
     except CommandError as error:
         print(error)
         os.write(report_failure, str(error).encode())
+    except BaseException:  # noqa: BLE001 - a bug: the log is all that is left of us
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)

@@ -5,7 +5,7 @@ import sys
 from typing import Final
 
 DEMO_PROMPT: Final = "def read_lines(path):\n"
-_DEMO_FLAGS: Final = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
+_DEMO_FLAGS: Final = ("--max-tokens", "120", "--temperature", "0.7", "--seed", "7")
 
 
 def how_to_use(http_address: str, grpc_target: str, model_name: str) -> str:

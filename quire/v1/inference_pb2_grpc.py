@@ -38,6 +38,10 @@ class InferenceServiceStub(object):
     ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
+    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
+    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
+    scheduler's policy; by default requests are served in the order in which they come. The call's
+    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def __init__(self, channel):
@@ -91,6 +95,10 @@ class InferenceServiceServicer(object):
     ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
+    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
+    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
+    scheduler's policy; by default requests are served in the order in which they come. The call's
+    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def Generate(self, request, context):
@@ -190,6 +198,10 @@ class InferenceService(object):
     ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
+    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
+    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
+    scheduler's policy; by default requests are served in the order in which they come. The call's
+    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x8b\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x42\t\n\x07message\"\x97\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\xd5\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\"2\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xca\x01\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"\xa6\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x10\n\x0e_stop_token_id\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load2\xb1\x01\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x8b\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x42\t\n\x07message\"\x97\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\x9f\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\ndeadline_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_deadline_s\"2\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xca\x01\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"\xa6\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x10\n\x0e_stop_token_id\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load2\xb1\x01\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEDULERWELCOME']._serialized_start=391
   _globals['_SCHEDULERWELCOME']._serialized_end=460
   _globals['_SUBMIT']._serialized_start=463
-  _globals['_SUBMIT']._serialized_end=676
-  _globals['_OUTPUTSOFAR']._serialized_start=678
-  _globals['_OUTPUTSOFAR']._serialized_end=728
-  _globals['_CANCEL']._serialized_start=730
-  _globals['_CANCEL']._serialized_end=756
-  _globals['_REFUSED']._serialized_start=758
-  _globals['_REFUSED']._serialized_end=867
-  _globals['_STEPOUTPUT']._serialized_start=870
-  _globals['_STEPOUTPUT']._serialized_end=1072
-  _globals['_INDEXEDLOGPROB']._serialized_start=1074
-  _globals['_INDEXEDLOGPROB']._serialized_end=1146
-  _globals['_SEQUENCEADMITTED']._serialized_start=1148
-  _globals['_SEQUENCEADMITTED']._serialized_end=1227
-  _globals['_SEQUENCEFINISHED']._serialized_start=1230
-  _globals['_SEQUENCEFINISHED']._serialized_end=1396
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=1398
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=1423
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=1425
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=1481
-  _globals['_SCHEDULERSERVICE']._serialized_start=1484
-  _globals['_SCHEDULERSERVICE']._serialized_end=1661
+  _globals['_SUBMIT']._serialized_end=750
+  _globals['_OUTPUTSOFAR']._serialized_start=752
+  _globals['_OUTPUTSOFAR']._serialized_end=802
+  _globals['_CANCEL']._serialized_start=804
+  _globals['_CANCEL']._serialized_end=830
+  _globals['_REFUSED']._serialized_start=832
+  _globals['_REFUSED']._serialized_end=941
+  _globals['_STEPOUTPUT']._serialized_start=944
+  _globals['_STEPOUTPUT']._serialized_end=1146
+  _globals['_INDEXEDLOGPROB']._serialized_start=1148
+  _globals['_INDEXEDLOGPROB']._serialized_end=1220
+  _globals['_SEQUENCEADMITTED']._serialized_start=1222
+  _globals['_SEQUENCEADMITTED']._serialized_end=1301
+  _globals['_SEQUENCEFINISHED']._serialized_start=1304
+  _globals['_SEQUENCEFINISHED']._serialized_end=1470
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=1472
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=1497
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=1499
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=1555
+  _globals['_SCHEDULERSERVICE']._serialized_start=1558
+  _globals['_SCHEDULERSERVICE']._serialized_end=1735
 # @@protoc_insertion_point(module_scope)

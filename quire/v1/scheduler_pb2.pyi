@@ -42,7 +42,7 @@ class SchedulerWelcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs")
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,9 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_seq_key: int
     n: int
@@ -59,7 +62,10 @@ class Submit(_message.Message):
     cache_salt: str
     traceparent: str
     outputs: _containers.RepeatedCompositeFieldContainer[OutputSoFar]
-    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ...) -> None: ...
+    priority: int
+    tenant: str
+    deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class OutputSoFar(_message.Message):
     __slots__ = ("token_ids", "finished")

@@ -4,7 +4,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import structlog
@@ -13,7 +13,7 @@ from opentelemetry import context as otel_context
 from pydantic import ValidationError
 
 from router.inference import Inference
-from router.openai.answer import answer
+from router.openai.answer import Call, answer
 from router.openai.chat import ChatBody, chat_call
 from router.openai.completions import CompletionBody, completion_call
 from router.openai.errors import (
@@ -26,6 +26,7 @@ from router.openai.errors import (
 from router.openai.json_text import excerpt, json_bytes, parse_json
 from router.openai.responses import model_json
 from router.openai.schema import Body
+from router.precedence import with_precedence
 from rpc import telemetry
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
 
@@ -64,12 +65,14 @@ def routes(
     async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
         body = await _read_body(request, CompletionBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
-        return await answer(request, inference, completion_call(inference, body, call_id.value))
+        call = completion_call(inference, body, call_id.value)
+        return await answer(request, inference, _with_precedence(call, request))
 
     async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
-        return await answer(request, inference, await chat_call(inference, body, call_id.value))
+        call = await chat_call(inference, body, call_id.value)
+        return await answer(request, inference, _with_precedence(call, request))
 
     async def list_models(_: web.Request, __: _CallId) -> web.Response:
         models = [model_json(model, created) for model in inference.models()]
@@ -120,6 +123,11 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
         return response
 
     return handle
+
+
+def _with_precedence(call: Call, http: web.Request) -> Call:
+    """The call with the order that its headers ask for."""
+    return replace(call, requests=[with_precedence(r, http.headers) for r in call.requests])
 
 
 def _check_request_id(request_id: str) -> str:

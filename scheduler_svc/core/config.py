@@ -1,10 +1,10 @@
 """The room that a scheduler core divides, and how it divides it."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class PreemptionMode(Enum):
+class PreemptionMode(StrEnum):
     """What becomes of the KV of a sequence that is preempted."""
 
     COST = "cost"
@@ -50,6 +50,16 @@ class SchedulerConfig:
     max_swap_blocks: int = 256
     """Most blocks that one step swaps in, and most that it demotes. What preemption swaps out is
     not bounded: its room is needed at once."""
+    long_prefill_threshold: int | None = None
+    """A sequence with more known tokens to compute is long: it leaves half of a step to others, and
+    others overtake it. 0: none is. None: half the token budget. What fits there is computed in one
+    step, and holds nobody up for longer."""
+    max_long_prefills: int = 1
+    """Most long sequences that compute their known tokens at the same time."""
+    policy: str = "fcfs"
+    """The order of the sequences: what `policies.loading.make_policy` takes."""
+    policy_args: tuple[tuple[str, str], ...] = ()
+    """The policy's arguments, by name."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -57,7 +67,14 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
                 f"max_num_seqs, {self.max_num_seqs}, so that all sequences can decode in one step"
             )
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_waiting"):
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_model_len",
+            "max_waiting",
+            "max_long_prefills",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
@@ -74,6 +91,10 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.max_swap_blocks < 1:
             raise ValueError(f"max_swap_blocks is {self.max_swap_blocks}; it must be at least 1")
+        if self.long_prefill_threshold is not None and self.long_prefill_threshold < 0:
+            raise ValueError(
+                f"long_prefill_threshold is {self.long_prefill_threshold}; it must be at least 0"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
 

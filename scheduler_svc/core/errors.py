@@ -13,5 +13,9 @@ class RequestTooLongError(RequestRefusedError):
     """A request that could never finish, whatever else runs."""
 
 
+class DeadlineError(RequestRefusedError):
+    """A request whose deadline has passed, or cannot be met even if nothing else runs."""
+
+
 class BrokenInvariantError(AssertionError):
     """The core or its caller has a bug; going on could corrupt an output."""

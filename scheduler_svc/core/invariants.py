@@ -2,8 +2,11 @@
 
 from collections import Counter
 
+import numpy as np
+
 from scheduler_svc.core.block_pool import BlockIdT, BlockPool, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.policies.policy import rank
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 
@@ -32,6 +35,8 @@ def check(core: Scheduler) -> None:
     for seq in running:
         assert seq.row is not None
         _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
+        (account,) = rows.accounts.count(np.array([seq.row], np.int32))
+        _expect(account == (seq.place.account, 1), f"row {seq.row} is of another account")
         slots = len(seq.block_ids) * core.config.block_size
         known = rows.num_tokens(seq.row)
         _expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
@@ -54,6 +59,15 @@ def check(core: Scheduler) -> None:
         len(core._waiting) == len(waiting) and all(seq in core._waiting for seq in waiting),  # noqa: SLF001
         "the waiting sequences are not those queued",
     )
+    accounts = Counter(seq.place.account for seq in waiting)
+    _expect(
+        core._waiting._num_waiting == accounts,  # noqa: SLF001
+        "the waiting sequences of an account are miscounted",
+    )
+    if waiting:
+        ranks = [rank(core._policy, seq.place, seq.seq_id) for seq in waiting]  # noqa: SLF001
+        first = core._waiting.first()  # noqa: SLF001
+        _expect(first is waiting[ranks.index(min(ranks))], "the first in order is another")
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)

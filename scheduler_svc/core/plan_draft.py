@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
 from scheduler_svc.core.plan import NewSequence, StepId, StepPlan, ints
+from scheduler_svc.core.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -24,13 +25,14 @@ class PlanDraft:
     swap_in_dst: list[DeviceBlockId] = field(default_factory=list)
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
-    chunk_rows: list[int] = field(default_factory=list)
-    chunk_lens: list[int] = field(default_factory=list)
+    chunk_lens: dict[int, int] = field(default_factory=dict)
+    """By row."""
+    long_prefills: list[Sequence] = field(default_factory=list)
+    """Those that have left a part of the budget to others, and may have what these do not use."""
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` known tokens of `row`, at the cost of the budget."""
-        self.chunk_rows.append(row)
-        self.chunk_lens.append(num_tokens)
+        """Compute `num_tokens` (more) known tokens of `row`, at the cost of the budget."""
+        self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
         self.budget -= num_tokens
 
     def finish(self, released_rows: list[int]) -> StepPlan:
@@ -43,10 +45,10 @@ class PlanDraft:
             appended_block_ids=ints(self.appended_blocks),
             copy_src_block_ids=ints(self.copy_src),
             copy_dst_block_ids=ints(self.copy_dst),
-            chunk_rows=ints(self.chunk_rows),
-            chunk_lens=ints(self.chunk_lens),
+            chunk_rows=ints(list(self.chunk_lens)),
+            chunk_lens=ints(list(self.chunk_lens.values())),
             num_decodes=self.num_decodes,
-            num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens),
+            num_scheduled_tokens=self.num_decodes + sum(self.chunk_lens.values()),
             swap_out_src_block_ids=ints(self.swap_out_src),
             swap_out_dst_block_ids=ints(self.swap_out_dst),
             swap_in_src_block_ids=ints(self.swap_in_src),

@@ -54,5 +54,13 @@ class Request:
     """How tokens are drawn: for the worker; the core never looks inside."""
     cache_salt: str = ""
     traceparent: str = ""
+    min_tokens: int = 0
+    """Tokens that each sequence produces at least, unless it is cancelled."""
+    priority: int = 0
+    """Higher is sooner."""
+    tenant: str = ""
+    """Whom the request is for."""
+    deadline: float | None = None
+    """When nobody wants it any more, in the caller's seconds; None: never."""
     outputs: tuple[OutputSoFar, ...] = ()
     """Empty, or one per sequence when the request was live before."""

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.accounts import RowAccounts
 from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.sequence import Sequence
 
@@ -24,6 +25,7 @@ class Rows:
         self._alive = np.zeros(max_num_seqs, np.bool_)
         self._source = np.zeros(max_num_seqs, np.int32)
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
+        self.accounts = RowAccounts(max_num_seqs)
 
     @property
     def num_free(self) -> int:
@@ -40,12 +42,14 @@ class Rows:
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
         self._alive[row] = True
+        self.accounts.open(row, seq.place.account)
         return row
 
     def abandon(self, row: int) -> None:
         """End the ownership of a row; it is not free before `give_back`."""
         self._owner[row] = None
         self._alive[row] = False
+        self.accounts.close(row)
 
     def give_back(self, row: int) -> None:
         """Make an abandoned row free."""

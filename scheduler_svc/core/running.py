@@ -1,6 +1,7 @@
 """The sequences that run: their rows, their block tables, and what is due for them when."""
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -78,9 +80,9 @@ class RunningSet:
         """Return how many blocks the decoding sequences need at `step`."""
         return self._needs_block.num_due(step)
 
-    def last_in_order(self) -> Sequence:
-        """Return the running sequence that came last."""
-        return max(self._seqs.values(), key=lambda seq: seq.order)
+    def last(self, rank: Callable[[Sequence], Rank]) -> Sequence:
+        """Return the running sequence of the greatest rank."""
+        return max(self._seqs.values(), key=rank)
 
     def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
         """Give a sequence a row and a block table, and put it among those with tokens to compute.
@@ -127,8 +129,10 @@ class RunningSet:
         """Whether a sequence may compute in the step being planned: what it needs came before."""
         return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
-    def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
-        """Compute as many of its known tokens as the step has room for.
+    def compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> bool:
+        """Compute as many of its known tokens as the step has room for, at most `max_tokens`.
+
+        It may be called several times for one step.
 
         Returns:
             Whether these were the last: then the step samples a token, and it decodes from now on.
@@ -137,8 +141,11 @@ class RunningSet:
         if not seq.announced:
             self._announce(seq, draft)
         num_known = len(seq.token_ids)
-        limit = self._config.max_prefill_chunk or draft.budget
-        chunk = min(num_known - seq.num_computed_tokens, draft.budget, limit)
+        chunk = min(seq.num_tokens_left, draft.budget, max_tokens)
+        if (most := self._config.max_prefill_chunk) is not None:
+            chunk = min(chunk, most - draft.chunk_lens.get(seq.row, 0))
+        if chunk == 0:
+            return False
         draft.add_chunk(seq.row, chunk)
         seq.num_computed_tokens += chunk
         # Found from now on: whoever finds it computes in this step or a later one, and in each

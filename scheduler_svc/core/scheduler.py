@@ -14,13 +14,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from scheduler_svc.core.acceptance import check_deadline, check_length
 from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.core.policies.policy import Place, Rank, rank
+from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import FoundKv, RunningSet
@@ -46,7 +50,13 @@ class Scheduler:
         self._rows = Rows(config.max_num_seqs, self.max_request_len)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
-        self._waiting = WaitingQueue()
+        self._policy = make_policy(config.policy, config.policy_args)
+        threshold = config.long_prefill_threshold
+        self._long_prefill_threshold = (
+            config.max_num_batched_tokens // 2 if threshold is None else threshold
+        )
+        self._waiting = WaitingQueue(self._policy, self._long_prefill_threshold)
+        self._expired: list[Finished] = []  # their sources have not heard of it yet
         self._num_siblings = 0
         self._live: dict[SourceId, dict[int, Sequence]] = {}
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
@@ -67,18 +77,19 @@ class Scheduler:
             RequestTooLongError: No sequence of it could ever finish.
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
-        self._check_length(request)
+        check_length(request, self.max_request_len)
         num_waiting = len(self._waiting) + self._num_siblings
         if not request.outputs and num_waiting + request.n > self.config.max_waiting:
             raise QueueFullError(
                 f"the queue is full: {num_waiting} sequences wait, and this request has "
                 f"{request.n} more; the limit is {self.config.max_waiting}"
             )
+        place = self._policy.place(request, now)
         leader: Sequence | None = None
         for index in range(request.n):
             if request.outputs and request.outputs[index].finished:
                 continue
-            seq = self._create(request, index, now)
+            seq = self._create(request, index, place, now)
             self._live.setdefault(request.source, {})[seq.seq_key] = seq
             # Resubmitted sequences have diverged; what they share, the prefix cache finds.
             if request.outputs or leader is None:
@@ -88,6 +99,14 @@ class Scheduler:
                 seq.move(SeqStatus.SIBLING)
                 leader.siblings.append(seq)
                 self._num_siblings += 1
+
+    def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
+        """Look whether a new request could meet its deadline here; nothing changes.
+
+        Raises:
+            DeadlineError: It could not, even if nothing else ran.
+        """
+        check_deadline(request, now, rates, lambda: self._num_cached_tokens(request))
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """End sequences early; keys that are not live are ignored.
@@ -113,7 +132,7 @@ class Scheduler:
         for live in self._live.values():
             for seq in live.values():
                 by_request.setdefault(id(seq.request), []).append(seq)
-        groups = sorted(by_request.values(), key=lambda seqs: min(seq.order for seq in seqs))
+        groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
         return tuple(self._resubmittable(seqs) for seqs in groups)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -124,7 +143,7 @@ class Scheduler:
         return len(self._steps)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step.
+        """Plan the next step; end the waiting sequences whose deadline has passed.
 
         Returns:
             The plan, which must be executed; or None if there is nothing to do, or if only the
@@ -133,6 +152,7 @@ class Scheduler:
         step = StepId(self._steps.last + 1)
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             return None
+        self._expire(now)
         num_preemptions = self._num_preemptions
         self._tier.begin_step()
         if not self._make_room(step):
@@ -143,13 +163,21 @@ class Scheduler:
         for seq in self._running.prefilling:
             if draft.budget == 0:
                 break
-            self._compute_chunk(seq, draft)
+            self._prefill(seq, draft)
         if self._num_preemptions == num_preemptions:  # else there is no room, or barely
             self._admit(draft)
-        has_work = draft.num_decodes or draft.chunk_rows
+        for seq in draft.long_prefills:
+            if draft.budget and seq.status is SeqStatus.PREFILL:
+                self._compute_chunk(seq, draft, draft.budget)
+        has_work = draft.num_decodes or draft.chunk_lens
         if has_work or self._running.has_released_rows or self._tier.has_moves:
             return self._running.send(draft)
         return None
+
+    def take_expired(self) -> tuple[Finished, ...]:
+        """Return the ends that `schedule` has brought about since the last call."""
+        expired, self._expired = tuple(self._expired), []
+        return expired
 
     def update(self, outcome: StepOutcome) -> News:
         """Apply the result of the oldest step in flight.
@@ -163,6 +191,9 @@ class Scheduler:
         sources, seq_keys, token_ids, index = self._rows.append(
             outcome.sampled_rows, outcome.sampled_token_ids
         )
+        if self._policy.has_accounts:
+            for account, num_tokens in self._rows.accounts.count(outcome.sampled_rows[index]):
+                self._policy.served(account, 0, num_tokens)
         finished = []
         for row in outcome.stopped_rows:
             if (seq := self._rows.owner(row)) is not None:
@@ -215,15 +246,32 @@ class Scheduler:
         while self._running.num_blocks_due(step) > self._pool.num_free:
             if self._steps.hold_blocks:
                 return False
-            self._preempt(self._running.last_in_order())
+            self._preempt(self._running.last(self._rank))
         return True
 
+    def _expire(self, now: float) -> None:
+        """End the waiting sequences whose deadline has passed."""
+        while (seq := self._waiting.first_expired(now)) is not None:
+            self._expired.append(self._finish(seq, FinishReason.DEADLINE))
+
+    def _rank(self, seq: Sequence) -> Rank:
+        return rank(self._policy, seq.place, seq.seq_id)
+
     def _admit(self, draft: PlanDraft) -> None:
-        """Let waiting sequences run, in order, as long as there are tokens, rows and blocks."""
+        """Let waiting sequences run, in order, as long as there are tokens, rows and blocks.
+
+        Only a long one that finds enough of its like at work is overtaken, and by short ones only.
+        """
         block_size = self.config.block_size
-        while draft.budget and self._rows.num_free and (seq := self._waiting.peek()) is not None:
+        may_be_long = True
+        while draft.budget and self._rows.num_free:
+            if (seq := self._waiting.first(may_be_long=may_be_long)) is None:
+                return
             found = self._find(seq)
             num_tokens = len(seq.token_ids)
+            if not self._may_start(num_tokens - found.num_tokens):
+                may_be_long = False
+                continue
             num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
             num_cached = sum(self._pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_new + num_cached):
@@ -240,7 +288,19 @@ class Scheduler:
                 self._prefix_cache_hits += found.num_tokens
             self._running.start(seq, found, num_new)
             self._tell_admitted(seq, found.num_tokens, draft.now)
-            self._compute_chunk(seq, draft)
+            self._prefill(seq, draft)
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a prompt the prefix cache has, of all but the last."""
+        if not self.config.enable_prefix_caching:
+            return 0
+        block_size = self.config.block_size
+        hashes: list[BlockHash] = []
+        tokens = request.prompt_token_ids[:-1]
+        extend_chain(hashes, root_hash(request.cache_salt), tokens, block_size)
+        num_found = len(self._pool.find(hashes))
+        loading, sources = self._tier.find(hashes[num_found:])
+        return (num_found + len(loading) + len(sources)) * block_size
 
     def _find(self, seq: Sequence) -> FoundKv:
         """Look up what a queued sequence need not compute; changes nothing.
@@ -271,10 +331,38 @@ class Scheduler:
         reserve = int(self.config.watermark * self.config.num_blocks) if self._running else 0
         return num_blocks + reserve <= self._pool.num_free
 
-    def _compute_chunk(self, seq: Sequence, draft: PlanDraft) -> None:
+    def _is_long(self, num_tokens: int) -> bool:
+        return 0 < self._long_prefill_threshold < num_tokens
+
+    def _may_start(self, num_tokens: int) -> bool:
+        """Whether so many tokens are not long, or there is room for a long prefill."""
+        if not self._is_long(num_tokens):
+            return True
+        num_long = sum(self._is_long(seq.num_tokens_left) for seq in self._running.prefilling)
+        return num_long < self.config.max_long_prefills
+
+    def _prefill(self, seq: Sequence, draft: PlanDraft) -> None:
+        """Compute known tokens of a sequence; a long one leaves half of the budget to others.
+
+        What they do not use, it gets at the end of the step.
+        """
         if seq.loading_block_ids and not self._running.is_loaded(seq):
             return
-        if self._running.compute_chunk(seq, draft):
+        if self._is_long(seq.num_tokens_left):
+            draft.long_prefills.append(seq)
+            self._compute_chunk(seq, draft, -(-draft.budget // 2))
+        else:
+            self._compute_chunk(seq, draft, draft.budget)
+
+    def _compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> None:
+        num_done = max(seq.num_computed_tokens, seq.num_charged_tokens)
+        is_complete = self._running.compute_chunk(seq, draft, max_tokens)
+        if self._policy.has_accounts:
+            num_new = min(seq.num_computed_tokens, seq.num_prompt_tokens) - num_done
+            if num_new > 0:
+                seq.num_charged_tokens = num_done + num_new
+                self._policy.served(seq.place.account, num_new, 0)
+        if is_complete:
             self._start_siblings(seq, draft.now)
 
     def _start_siblings(self, leader: Sequence, now: float) -> None:
@@ -299,21 +387,7 @@ class Scheduler:
 
     # --- lives of sequences ---------------------------------------------------------------------
 
-    def _check_length(self, request: Request) -> None:
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens + request.max_tokens > self.max_request_len:
-            raise RequestTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
-                f"{request.max_tokens}; together they may be {self.max_request_len}"
-            )
-        for index, output in enumerate(request.outputs):
-            if not output.finished and len(output.token_ids) >= request.max_tokens:
-                raise RequestTooLongError(
-                    f"output {index} has {len(output.token_ids)} tokens and is not finished; "
-                    f"max_tokens is {request.max_tokens}"
-                )
-
-    def _create(self, request: Request, index: int, now: float) -> Sequence:
+    def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
         self._num_seqs_created += 1
         known = request.prompt_token_ids
         if request.outputs:
@@ -323,9 +397,10 @@ class Scheduler:
             request=request,
             output_index=index,
             arrived=now,
+            place=place,
             token_ids=known,
             max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            was_admitted=bool(request.outputs),
+            was_admitted=len(known) > len(request.prompt_token_ids),
         )
 
     def _preempt(self, seq: Sequence, *, can_swap: bool = True) -> None:

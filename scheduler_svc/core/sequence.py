@@ -10,6 +10,7 @@ from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.policies.policy import Key, Place
 from scheduler_svc.core.request import Request, SeqId, SeqKey
 
 
@@ -57,6 +58,8 @@ class Sequence:
     output_index: int
     arrived: float
     """When its request was submitted, in the caller's seconds."""
+    place: Place
+    """Where it stands, as the policy says."""
     token_ids: npt.NDArray[np.int32]
     """Its known tokens, while it does not run. A running one's are in its row (`Rows`)."""
     max_total_tokens: int
@@ -74,6 +77,8 @@ class Sequence:
     num_computed_tokens: int = 0
     """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. In SWAPPED:
     tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
+    num_charged_tokens: int = 0
+    """First tokens of its prompt that the policy was told of; kept through preemption."""
     announced: bool = False
     """Whether the worker has heard of it since it got its row."""
     copy_from: DeviceBlockId | None = None
@@ -102,9 +107,14 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def order(self) -> tuple[float, SeqId]:
-        """First come, first served: smaller is earlier. Kept through preemption."""
-        return (self.arrived, self.seq_id)
+    def num_tokens_left(self) -> int:
+        """In PREFILL: known tokens to compute."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[Key, Key, SeqId]:
+        """The part of its rank that is fixed: smaller goes first. Kept through preemption."""
+        return (self.place.band, self.place.key, self.seq_id)
 
     def move(self, status: SeqStatus) -> None:
         """Change the status.

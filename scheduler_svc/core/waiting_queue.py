@@ -1,35 +1,107 @@
-"""The sequences that wait for admission, in order."""
+"""The sequences that wait for admission: which goes first, and whose deadline has passed.
 
-from heapq import heappop, heappush
+They stand in lines: one for each lane, band and account. Within a line the order is fixed, and the
+first of all is the first of some line of the first band, so that finding it costs O(accounts).
+"""
 
+from bisect import bisect_left, insort
+
+from scheduler_svc.core.marked_heap import MarkedHeap
+from scheduler_svc.core.policies.policy import Key, Policy, Rank, rank
 from scheduler_svc.core.request import SeqId
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 
 class WaitingQueue:
-    """A heap by `Sequence.order`; removal marks, and the mark is collected at the head."""
+    """Two lanes, so that short prompts can overtake long ones when these may not start."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, SeqId], Sequence]] = []
-        self._waiting: set[SeqId] = set()
+    def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
+        """A prompt of more than `long_prefill_threshold` tokens is long; 0: none is."""
+        self._policy = policy
+        self._threshold = long_prefill_threshold
+        self._short = _Lane(policy)
+        self._long = _Lane(policy)
+        self._seq_id_to_lane: dict[SeqId, _Lane] = {}
+        self._num_waiting: dict[str, int] = {}  # by account
+        self._deadlines = MarkedHeap()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._seq_id_to_lane)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq.seq_id in self._waiting
+        return seq.seq_id in self._seq_id_to_lane
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence."""
-        self._waiting.add(seq.seq_id)
-        heappush(self._heap, (seq.order, seq))
+        num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
+        is_long = 0 < self._threshold < len(seq.token_ids) - num_computed
+        lane = self._long if is_long else self._short
+        self._seq_id_to_lane[seq.seq_id] = lane
+        account = seq.place.account
+        count = self._num_waiting.get(account, 0)
+        self._num_waiting[account] = count + 1
+        if count == 0:
+            self._policy.began_waiting(account)
+        lane.push(seq)
+        if seq.request.deadline is not None:
+            self._deadlines.push((seq.request.deadline,), seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out, wherever it is."""
-        self._waiting.remove(seq.seq_id)
+        self._seq_id_to_lane.pop(seq.seq_id).remove(seq)
+        self._deadlines.discard(seq)
+        account = seq.place.account
+        self._num_waiting[account] -= 1
+        if self._num_waiting[account] == 0:
+            del self._num_waiting[account]
+            self._policy.stopped_waiting(account)
 
-    def peek(self) -> Sequence | None:
-        """Return the first in order; it stays."""
-        while self._heap and self._heap[0][1].seq_id not in self._waiting:
-            heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def first(self, *, may_be_long: bool = True) -> Sequence | None:
+        """Return the first in order, of the short ones or of all; it stays."""
+        if not self._seq_id_to_lane:
+            return None
+        lanes = (self._short, self._long) if may_be_long else (self._short,)
+        heads = [head for lane in lanes if (head := lane.first()) is not None]
+        return min(heads, key=_rank)[1] if heads else None
+
+    def first_expired(self, now: float) -> Sequence | None:
+        """Return the one whose deadline passed first, if one's has; it stays."""
+        head = self._deadlines.first()
+        return head[1] if head is not None and head[0][0] <= now else None
+
+
+class _Lane:
+    """The lines of one lane."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._bands: list[Key] = []  # sorted: those that have lines
+        self._lines: dict[Key, dict[str, MarkedHeap]] = {}
+
+    def push(self, seq: Sequence) -> None:
+        place = seq.place
+        if place.band not in self._lines:
+            insort(self._bands, place.band)
+            self._lines[place.band] = {}
+        self._lines[place.band].setdefault(place.account, MarkedHeap()).push(place.key, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        place = seq.place
+        lines = self._lines[place.band]
+        lines[place.account].discard(seq)
+        if not lines[place.account]:
+            del lines[place.account]
+        if not lines:
+            del self._lines[place.band]
+            del self._bands[bisect_left(self._bands, place.band)]
+
+    def first(self) -> tuple[Rank, Sequence] | None:
+        """Return the first in order, with its rank."""
+        if not self._bands:
+            return None
+        seqs = [head[1] for line in self._lines[self._bands[0]].values() if (head := line.first())]
+        return min(((rank(self._policy, s.place, s.seq_id), s) for s in seqs), key=_rank)
+
+
+def _rank(head: tuple[Rank, Sequence]) -> Rank:
+    return head[0]

@@ -5,6 +5,7 @@ looked at one by one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.arrays import check_below
 
 _MAX_SEQ_KEY = 2**64 - 1
+_MAX_TENANT_BYTES = 128
 _MAX_N = 64
 """As in `quire.v1.GenerateRequest`."""
 
@@ -31,8 +33,10 @@ _FINISH_REASON_TO_PROTO = {
 }
 
 
-def request_from_proto(message: scheduler_pb2.Submit, source: SourceId, vocab_size: int) -> Request:
-    """Take a router's request.
+def request_from_proto(
+    message: scheduler_pb2.Submit, source: SourceId, vocab_size: int, now: float
+) -> Request:
+    """Take a router's request, which came at `now` on the core's clock.
 
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
@@ -56,6 +60,14 @@ def request_from_proto(message: scheduler_pb2.Submit, source: SourceId, vocab_si
     )
     if not prompt_token_ids.size:
         raise InvalidArgumentError("prompt_token_ids", "is empty; it must have at least 1 token")
+    if len(message.tenant.encode()) > _MAX_TENANT_BYTES:
+        raise InvalidArgumentError(
+            "tenant",
+            f"has {len(message.tenant.encode())} bytes; it must have at most {_MAX_TENANT_BYTES}",
+        )
+    deadline_s = message.deadline_s if message.HasField("deadline_s") else None
+    if deadline_s is not None and not (isfinite(deadline_s) and deadline_s >= 0):
+        raise InvalidArgumentError("deadline_s", f"is {deadline_s}; it must be at least 0")
     if len(message.outputs) not in {0, message.n}:
         raise InvalidArgumentError(
             "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
@@ -70,6 +82,10 @@ def request_from_proto(message: scheduler_pb2.Submit, source: SourceId, vocab_si
         sampling=message.sampling.SerializeToString(),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
+        min_tokens=message.sampling.min_tokens,
+        priority=message.priority,
+        tenant=message.tenant,
+        deadline=None if deadline_s is None else now + deadline_s,
         outputs=tuple(
             OutputSoFar(
                 token_ids=_token_ids_from_proto(

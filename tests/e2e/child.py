@@ -50,13 +50,9 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._env},
+                env={**_environment(), **self._env},
                 start_new_session=True,
             )
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -74,6 +70,11 @@ class Child:
     def http(self) -> str:
         """Where it answers HTTP, "host:port"; waits until it has a port."""
         return eventually(self._find_http, f"{self.module} listens", START_S)
+
+    def poll(self) -> int | None:
+        """With what it has ended by itself; None if it has not."""
+        assert self._process is not None, f"{self.module} does not run"
+        return self._process.poll()
 
     def check_alive(self) -> None:
         """Fails, showing the log, if the process has ended by itself."""
@@ -125,6 +126,12 @@ class Child:
             if '"listening"' in line:
                 return str(json.loads(line)["http"])
         return None
+
+
+def _environment() -> dict[str, str]:
+    """The tests' own, without what would configure a process of the service or lead it astray."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    return {**ours, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def _group_exists(pgid: int) -> bool:

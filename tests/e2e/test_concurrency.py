@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +81,44 @@ def test_a_seed_repeats_and_another_does_not(service: Service):
     assert tokens(5) == tokens(5)
     assert tokens(5) != tokens(6)
     assert tokens(None) != tokens(None)
+
+
+@pytest.fixture(scope="module")
+def cramped(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A service with room for few of the sequences that want to run."""
+    with Service(run_dir(), long_llama, worker=["--num-blocks=48"]) as service:
+        yield service
+
+
+async def test_survivors_of_preemptions_and_cancellations_are_exact(
+    service: Service, cramped: Service
+):
+    draw = random.Random(7)
+    shared = [draw.randrange(5, 500) for _ in range(100)]
+    requests = []
+    for request in _requests(is_sampled=True):
+        request.n = draw.randint(1, 3)
+        if draw.random() < 0.5:  # begins as others do
+            start = shared[: draw.randrange(100)]
+            request.token_ids.ids[:] = [*start, *request.token_ids.ids[:20]]
+        requests.append(request)
+    async with service.aio_channel() as channel:
+        stub = InferenceServiceStub(channel)
+        expected = await asyncio.gather(*(read_aio(stub.Generate(r)) for r in requests))
+
+    async def disturb(stub: InferenceServiceStub, i: int) -> None:
+        stream = stub.Generate(requests[i])
+        for _ in range(i % 12):
+            await stream.read()
+        stream.cancel()
+
+    async with cramped.aio_channel() as channel:
+        stub = InferenceServiceStub(channel)
+        survivors = asyncio.gather(*(read_aio(stub.Generate(r)) for r in requests))
+        await asyncio.gather(*(disturb(stub, i) for i in range(NUM_REQUESTS)))
+        results = await survivors
+    wrong = [i for i in range(NUM_REQUESTS) if results[i].outputs != expected[i].outputs]
+    assert not wrong
+    metrics = await asyncio.to_thread(cramped.metrics, cramped.scheduler)
+    assert metrics["quire_num_preemptions_total"] > 0
+    await asyncio.to_thread(cramped.wait_until_idle)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.generation import Result, generate_request, read, read_aio
 from tests.e2e.references import NUM_TOKENS, greedy_tokens
@@ -77,18 +76,22 @@ def _real_prompts(model_dir: Path) -> list[list[int]]:
     return [token_ids[start : start + length] for start in (0, 500) for length in LENGTHS[:16]]
 
 
-async def _all_at_once(service: Service, case: Case) -> list[Result]:
+async def _all_at_once(
+    service: Service, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, **options: int
+) -> list[Result]:
     async with service.aio_channel() as channel:
         stub = InferenceServiceStub(channel)
-        streams = (
-            stub.Generate(generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True))
-            for prompt in case.prompts
-        )
+        streams = [
+            stub.Generate(
+                generate_request(prompt, max_tokens=num_tokens, ignore_eos=True, **options)
+            )
+            for prompt in prompts
+        ]
         return await asyncio.gather(*map(read_aio, streams))
 
 
-def _alone(service: Service, prompt: list[int], **options: int) -> Result:
-    request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **options)
+def _alone(service: Service, prompt: list[int]) -> Result:
+    request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
     return read(service.stub.Generate(request, timeout=60))
 
 
@@ -104,52 +107,62 @@ def _assert_equal(case: Case, results: list[Result]) -> None:
 
 async def test_in_a_batch_of_32(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler)
-    _assert_equal(case, await _all_at_once(ample, case))
-    again = await _all_at_once(ample, case)  # now whatever the prefix cache can find is there
-    _assert_equal(case, again)
-    # At least one token of a prompt is always computed: its logits are needed.
-    cachable = [(len(prompt) - 1) // 16 * 16 for prompt in case.prompts]
-    assert [result.usage.cached_tokens for result in again] == cachable
+    _assert_equal(case, await _all_at_once(ample, case.prompts))
     metrics = await asyncio.to_thread(ample.metrics, ample.scheduler)
     assert metrics["quire_num_preemptions_total"] == 0
 
 
+async def test_with_prompts_from_the_prefix_cache(ample: Service, case: Case):
+    await asyncio.to_thread(ample.use_scheduler)
+    await _all_at_once(ample, case.prompts, 1)
+    num_tokens = 32  # if what is found were not as computed, the first of them would tell
+    results = await _all_at_once(ample, case.prompts, num_tokens)
+    # At least one token of a prompt is always computed: its logits are needed.
+    cachable = [(len(prompt) - 1) // 16 * 16 for prompt in case.prompts]
+    assert [result.usage.cached_tokens for result in results] == cachable
+    assert [result.outputs[0] for result in results] == [out[:num_tokens] for out in case.outputs]
+
+
 async def test_without_prefix_cache(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler, "--no-enable-prefix-caching")
-    for i in (13, 13):
-        result = await asyncio.to_thread(_alone, ample, case.prompts[i])
-        assert (result.outputs, result.usage.cached_tokens) == ([case.outputs[i]], 0)
-    _assert_equal(case, await _all_at_once(ample, case))
+    await _all_at_once(ample, case.prompts, 1)
+    results = await _all_at_once(ample, case.prompts)
+    _assert_equal(case, results)
+    assert [result.usage.cached_tokens for result in results] == [0] * 32
 
 
 async def test_prefill_in_chunks(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler, f"--max-prefill-chunk={CHUNK}")
     i = max(range(32), key=lambda i: len(case.prompts[i]))
+    steps_before = await asyncio.to_thread(_num_steps, ample)
     result = await asyncio.to_thread(_alone, ample, case.prompts[i])
     assert result.outputs == [case.outputs[i]]
     num_chunks = -(-len(case.prompts[i]) // CHUNK)
-    metrics = await asyncio.to_thread(ample.metrics, ample.scheduler)
-    assert metrics["quire_steps_total"] >= num_chunks + NUM_TOKENS - 1
-    _assert_equal(case, await _all_at_once(ample, case))
+    assert (result.usage.cached_tokens, num_chunks > 1) == (0, True)
+    num_steps = await asyncio.to_thread(_num_steps, ample) - steps_before
+    assert num_steps >= num_chunks + NUM_TOKENS - 1
+    _assert_equal(case, await _all_at_once(ample, case.prompts))
 
 
 def test_alone(ample: Service, case: Case):
     ample.use_scheduler()
-    for i in (0, 5, 13, 31):
+    for i in (5, 31):
         assert _alone(ample, case.prompts[i]).outputs == [case.outputs[i]]
 
 
-def test_four_outputs_are_the_same(ample: Service, case: Case):
-    ample.use_scheduler()
-    for i in (4, 5, 6, 13):  # of 15, 16 and 17 tokens, and longer
-        assert _alone(ample, case.prompts[i], n=4).outputs == [case.outputs[i]] * 4
-    request = generate_request(case.prompts[6], n=4, max_tokens=NUM_TOKENS, ignore_eos=True)
-    once = ample.stub.GenerateOnce(inference_pb2.GenerateOnceRequest(request=request), timeout=60)
-    assert [list(output.token_ids) for output in once.outputs] == [case.outputs[6]] * 4
+async def test_four_outputs_are_the_same(ample: Service, case: Case):
+    await asyncio.to_thread(ample.use_scheduler)
+    chosen = (4, 5, 6, 13)  # of 15, 16 and 17 tokens, and longer
+    results = await _all_at_once(ample, [case.prompts[i] for i in chosen], n=4)
+    assert [result.outputs for result in results] == [[case.outputs[i]] * 4 for i in chosen]
 
 
 async def test_preempted(cramped: Service, case: Case):
-    _assert_equal(case, await _all_at_once(cramped, case))
+    _assert_equal(case, await _all_at_once(cramped, case.prompts))
     metrics = await asyncio.to_thread(cramped.metrics, cramped.scheduler)
     assert metrics["quire_num_preemptions_total"] > 0
     await asyncio.to_thread(cramped.wait_until_idle)
+
+
+def _num_steps(service: Service) -> float:
+    return service.metrics(service.scheduler)["quire_steps_total"]

@@ -37,6 +37,9 @@ def start(machine: SchedulerMachine, draw: Random) -> None:
         num_host_blocks=draw.choice([0, 1, 2, 4, 8, 16]),
         mode=draw.choice(list(PreemptionMode)),
         max_swap_blocks=draw.choice([1, 2, 3, 100]),
+        policy=draw.choice(["fcfs", "priority+fair+deadline"]),
+        long_prefill=draw.choice([None, 0, 4]),
+        max_long_prefills=draw.randint(1, 2),
     )
 
 
@@ -47,6 +50,9 @@ def submit(machine: SchedulerMachine, draw: Random) -> None:
         n=draw.choice([1, 1, 1, 2, 3]),
         max_tokens=draw.randint(1, 10),
         salt=draw.choice(["", "", "", "other"]),
+        priority=draw.randint(-2, 2),
+        tenant=draw.choice(["", "other"]),
+        patience=draw.choice([None, None, 20]),
     )
 
 

@@ -19,6 +19,10 @@ from tests.property.oracle import BROKEN, OracleWorker, expected_output
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from(["", "other"])
+TENANTS = st.sampled_from(["", "other", "third"])
+POLICIES = st.sampled_from(
+    ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -35,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(0, 8),
         mode=st.sampled_from(PreemptionMode),
         max_swap_blocks=st.integers(1, 3),
+        policy=POLICIES,
+        long_prefill=st.none() | st.integers(0, 4),
+        max_long_prefills=st.integers(1, 2),
     )
     def start(
         self,
@@ -48,6 +55,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks,
         mode,
         max_swap_blocks,
+        policy,
+        long_prefill,
+        max_long_prefills,
     ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -65,6 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
             preemption_mode=mode,
             max_swap_blocks=max_swap_blocks,
+            long_prefill_threshold=long_prefill,
+            max_long_prefills=max_long_prefills,
+            policy=policy,
+            policy_args=(("aging_s", "3"),) if "priority" in policy else (),
         )
         self.requests: dict[tuple[int, int], tuple[Request, int]] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -90,8 +104,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         max_tokens=st.integers(1, 10),
         salt=SALTS,
+        priority=st.integers(-2, 2),
+        tenant=TENANTS,
+        patience=st.none() | st.integers(0, 6),
     )
-    def submit(self, source, prompt, n, max_tokens, salt):
+    def submit(self, source, prompt, n, max_tokens, salt, priority, tenant, patience):
         request = Request(
             source=SourceId(source),
             first_seq_key=SeqKey(self.next_key),
@@ -101,6 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             sampling=salt.encode(),
             cache_salt=salt,
+            priority=priority,
+            tenant=tenant,
+            deadline=None if patience is None else self.now + patience,
         )
         self.now += 1
         try:
@@ -120,12 +140,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_a_crowd(self, prompts, max_tokens):
         """More than most pools have room for."""
         for prompt in prompts:
-            self.submit(source=0, prompt=prompt, n=1, max_tokens=max_tokens, salt="")
+            self.submit(0, prompt, 1, max_tokens, salt="", priority=0, tenant="", patience=None)
 
     @rule()
     def schedule(self):
         in_flight = self.core.num_steps_in_flight
-        if (plan := self.core.schedule(self.now)) is not None:
+        plan = self.core.schedule(self.now)
+        for finished in self.core.take_expired():
+            self.expect_expired(finished)
+        if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
         elif in_flight == 0:
             assert not self.requests, (
@@ -140,6 +163,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[int(source), int(key)].append(int(token))
         for finished in news.finished:
             self.expect_complete(finished)
+
+    def expect_expired(self, finished):
+        assert finished.reason is FinishReason.DEADLINE
+        place = finished.source, finished.seq_key
+        request, index = self.requests.pop(place)
+        assert request.deadline <= self.now
+        prompt = request.prompt_token_ids.tolist()
+        expected = expected_output(request.cache_salt, index, prompt, request.max_tokens)
+        output = self.outputs.pop(place)
+        assert output == expected[: len(output)]
 
     def expect_complete(self, finished):
         place = finished.source, finished.seq_key

@@ -2,15 +2,19 @@ import asyncio
 import json
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
+from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
 from gpu_worker import device, memory
 from gpu_worker.app import run_worker
+from gpu_worker.executor import Executor
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import block_bytes
 from gpu_worker.model_config import load_model_config
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.step import Limits
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
 from rpc.packing import pack_int32, unpack_int32
@@ -192,6 +196,18 @@ def test_blocks_in_rounds_down_and_refuses_none():
         memory.blocks_in(99, 100)
     with pytest.raises(ModelError):
         memory.blocks_in(-5, 100)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_model_len"), [(6, 40), (6, 3), (1, 40), (30, 2)])
+def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_len):
+    limits = Limits(max_num_seqs, max_model_len, 32, 0, 4, VOCAB_SIZE)
+    step = memory.largest_step(limits)
+    blocks = np.concatenate([new.block_ids for new in step.new_rows])
+    assert sorted(blocks.tolist()) == list(range(len(blocks)))
+    pool = FakePool(len(blocks), limits.block_size)
+    output = Executor(FakeModel(), pool, limits, (), torch.device("cpu")).step(step)
+    assert len(output.sampled_rows) == max_num_seqs
+    assert output.num_computed_tokens == max_num_seqs * min(32 // max_num_seqs, max_model_len - 1)
 
 
 def test_cores_are_at_least_one_and_no_more_than_the_machine_has():

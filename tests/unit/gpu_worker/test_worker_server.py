@@ -277,6 +277,23 @@ async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worke
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("event", ["drain", "attach"])
+async def test_a_stream_that_has_sent_nothing_ends_too(worker, event):
+    await worker.attach(1)
+    call = worker.stub.Execute()
+    await call.wait_for_connection()
+    await until_open(worker.service)
+    await (worker.service.drain() if event == "drain" else worker.attach(2))
+    assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def until_open(service):
+    """Wait until the handler of a stream runs: its client is not told."""
+    async with asyncio.timeout(10):
+        while not service._executions:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0)
+
+
 async def test_before_the_model_is_there_nobody_may_attach(tmp_path):
     async with served(WorkerService(), tmp_path / "worker.sock") as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -33,6 +33,9 @@ class FakeExecutor:
         self.launched = {}
         self._changed = threading.Condition()
 
+    def bind_thread(self):
+        pass
+
     def launch(self, step):
         if step.num_decodes == 13:
             raise InvalidArgumentError("num_decodes", "is 13")

@@ -23,16 +23,17 @@ class FakeInference(InferenceServiceServicer):
             raise InvalidArgumentError("sampling.top_p", "is 2; it must be in (0, 1]")
         if request.text == "busy":
             raise TooBusyError("the queue is full", retry_after_s=2.5)
-        for index, word in enumerate(("one", " two")):
-            delta = inference_pb2.OutputDelta(token_offset=index, token_ids=[index], text=word)
-            if request.sampling.HasField("logprobs"):
-                delta.logprobs.add(logprob=-0.5, top_token_ids=[index], top_logprobs=[-0.5])
-            yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
-        if request.text == "endless":
-            try:
+        try:
+            for index, word in enumerate(("one", " two")):
+                delta = inference_pb2.OutputDelta(token_offset=index, token_ids=[index], text=word)
+                if request.sampling.HasField("logprobs"):
+                    delta.logprobs.add(logprob=-0.5, top_token_ids=[index], top_logprobs=[-0.5])
+                yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
+            if request.text == "endless":
                 await asyncio.Event().wait()
-            finally:
-                self.cancelled.set()
+        except (asyncio.CancelledError, GeneratorExit):  # at a send, or at the wait
+            self.cancelled.set()
+            raise
         finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
         if request.text == "fails":
             finished.finish_reason = common_pb2.FINISH_REASON_ERROR

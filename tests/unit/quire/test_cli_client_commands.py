@@ -54,3 +54,10 @@ async def test_chat_sends_the_whole_conversation_each_time(served, capsys, monke
         [system, ("user", "first"), ("assistant", "one two"), ("user", "second")],
         [system, ("user", "third")],
     ]
+
+
+async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
+    assert await run("status", "--target", served.target) == 0
+    output = capsys.readouterr().out
+    assert "2 of 0 sequences running" in output
+    assert "10 used" in output

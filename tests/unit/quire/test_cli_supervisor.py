@@ -12,7 +12,7 @@ from cli_processes import is_alive, until
 from quire.cli.child import ProcessSpec
 from quire.cli.supervisor import Backoff, Running, StartError, Supervisor
 
-SLEEPS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+SLEEPS = "import time; time.sleep(600)"
 IGNORES_SIGTERM = (
     "import signal, pathlib, sys\n"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -31,7 +31,6 @@ class Harness:
 
     def __init__(self, specs: list[ProcessSpec], log_dir: Path, drain_s: float = 10.0) -> None:
         self.reports: list[str] = []
-        self._changed = asyncio.Condition()
         self.supervisor = Supervisor(
             specs,
             log_dir,
@@ -102,6 +101,24 @@ async def test_program_that_is_missing_fails_the_start_by_name(tmp_path: Path):
         await asyncio.wait_for(harness.task, 20)
 
 
+async def test_restart_that_fails_is_tried_again(tmp_path: Path):
+    program = tmp_path / "program"
+    program.symlink_to(sys.executable)
+    hidden = tmp_path / "hidden"
+    harness = Harness([ProcessSpec("a", (str(program), "-c", SLEEPS), "")], tmp_path)
+    (first,) = await harness.all_running()
+    harness.supervisor.mark_started()
+    program.rename(hidden)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: any("trying again" in r for r in harness.reports))
+    hidden.rename(program)
+    (second,) = await harness.until(lambda running: running[0].num_restarts == 1)
+    assert second.pid not in (None, first.pid)
+    harness.supervisor.stop()
+    await asyncio.wait_for(harness.task, 20)
+
+
 async def test_second_stop_kills_what_does_not_end(tmp_path: Path):
     flag = tmp_path / "ready"
     harness = Harness([spec("a", IGNORES_SIGTERM, str(flag))], tmp_path, drain_s=1000)
@@ -118,12 +135,10 @@ async def test_groups_stop_in_order(tmp_path: Path):
     order = tmp_path / "order"
     code = (
         "import signal, sys, pathlib\n"
-        "def end(*_):\n"
-        f"    with open({str(order)!r}, 'a') as f: f.write(sys.argv[1])\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
         f"pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch()\n"
-        "while True: signal.pause()\n"
+        "signal.sigwait({signal.SIGTERM})\n"
+        f"open({str(order)!r}, 'a').write(sys.argv[1])\n"
     )
     specs = [spec(name, code, name, stop_group=ord(name)) for name in "cab"]
     harness = Harness(specs, tmp_path)
@@ -136,12 +151,11 @@ async def test_groups_stop_in_order(tmp_path: Path):
 
 async def test_what_a_child_started_ends_with_it(tmp_path: Path):
     code = (
-        "import subprocess, signal, sys, pathlib\n"
+        "import subprocess, time, pathlib\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         f"tmp = pathlib.Path({str(tmp_path)!r})\n"
         "(tmp / 'pid.tmp').write_text(str(child.pid)); (tmp / 'pid.tmp').rename(tmp / 'pid')\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "while True: signal.pause()\n"
+        "time.sleep(600)\n"
     )
     harness = Harness([spec("a", code)], tmp_path)
     await asyncio.to_thread(until, (tmp_path / "pid").exists)

@@ -255,3 +255,8 @@ def test_commands_without_a_service_say_so(machine):
         1,
         "quire: --http-port: 1234: no service of yours is there\n",
     )
+
+
+def test_verbose_shows_the_logs_of_the_processes(machine):
+    process = machine.up("--verbose")
+    read_until(process, "scheduler  | fake scheduler_svc listens")

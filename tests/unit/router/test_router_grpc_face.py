@@ -100,6 +100,19 @@ async def test_generate_streams_deltas_ends_and_usage(process):
     assert responses[1].finished.WhichOneof("stopped_by") is None
 
 
+async def test_priority_tenant_and_deadline_reach_the_scheduler(process):
+    metadata = (("x-quire-priority", "-4"), ("x-quire-tenant", "a"))
+    call = process.stub.Generate(request(), metadata=metadata, timeout=60)
+    submit = await process.scheduler.submits.get()
+    assert (submit.priority, submit.tenant) == (-4, "a")
+    assert 0 < submit.deadline_s < 61  # gRPC rounds
+    call.cancel()
+    call = process.stub.Generate(request())
+    submit = await process.scheduler.submits.get()
+    assert (submit.priority, submit.tenant, submit.HasField("deadline_s")) == (0, "", False)
+    call.cancel()
+
+
 async def test_generate_once_collects_outputs_by_index(process):
     sampling = common_pb2.SamplingParams(logprobs=0)
     call = process.stub.GenerateOnce(

@@ -1,5 +1,7 @@
 """The scheduler process over real gRPC, between a fake worker and a fake router."""
 
+import time
+
 import grpc
 import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
@@ -364,3 +366,56 @@ async def test_two_workers_share_the_requests(folder, worker, connect):
         assert second.answered
     await second.die()
     assert router.tokens == {key: expected_tokens([key + 1, 2], 30) for key in range(20)}
+
+
+def make_submit(key, prompt, **fields):
+    return scheduler_pb2.Submit(
+        first_seq_key=key,
+        n=1,
+        prompt_token_ids=pack_int32(prompt),
+        sampling=common_pb2.SamplingParams(seed=1, max_tokens=8),
+        **fields,
+    )
+
+
+async def test_a_request_whose_deadline_has_passed_is_refused(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.send(make_submit(5, [1, 2], deadline_s=0.0))
+        await router.read_until(lambda: 5 in router.refused)
+        assert router.refused[5].code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert "the deadline passed" in router.refused[5].message
+
+
+async def test_one_that_waits_past_its_deadline_ends(folder, connect):
+    small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
+    small.pause()
+    async with running_scheduler(folder, [small.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2], max_tokens=40)
+        await small.wait_for_batches(1)
+        await router.send(make_submit(1, [3, 4], deadline_s=0.5))
+        await router.wait_for_load(lambda load: load.num_requests_waiting == 1)
+        passed = time.monotonic() + 0.5
+        await router.wait_for_load(lambda _: time.monotonic() > passed)
+        small.resume()
+        await router.read_until_finished(0, 1)
+        assert router.finished[1].finish_reason == common_pb2.FINISH_REASON_DEADLINE
+        assert (1 in router.admitted, 1 in router.tokens) == (False, False)
+    await small.die()
+
+
+async def test_the_policy_decides_who_is_next(folder, connect):
+    small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
+    small.pause()
+    async with running_scheduler(folder, [small.target], policy="priority") as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2], max_tokens=3)
+        await small.wait_for_batches(1)
+        await router.send(make_submit(1, [3, 4], priority=1))
+        await router.send(make_submit(2, [5, 6], priority=2))
+        await router.wait_for_load(lambda load: load.num_requests_waiting == 2)
+        small.resume()
+        await router.read_until_finished(0, 1, 2)
+        assert list(router.admitted) == [0, 2, 1]
+    await small.die()

@@ -199,6 +199,9 @@ def test_request_keeps_all_it_was_sent_with():
             sampling=sampling,
             cache_salt="s",
             traceparent="t",
+            priority=-3,
+            tenant="a",
+            deadline_s=2.5,
             outputs=[
                 scheduler_pb2.OutputSoFar(token_ids=pack_int32([5])),
                 scheduler_pb2.OutputSoFar(finished=True),
@@ -206,12 +209,14 @@ def test_request_keeps_all_it_was_sent_with():
         ),
         source=3,
         vocab_size=100,
+        now=40.0,
     )
     assert (request.source, request.first_seq_key, request.request_id) == (3, 2**64 - 2, "r")
     assert request.prompt_token_ids.tolist() == [0, 99]
     assert (request.n, request.max_tokens) == (2, 9)
     assert common_pb2.SamplingParams.FromString(request.sampling) == sampling
     assert (request.cache_salt, request.traceparent) == ("s", "t")
+    assert (request.priority, request.tenant, request.deadline) == (-3, "a", 42.5)
     assert [(o.token_ids.tolist(), o.finished) for o in request.outputs] == [
         ([5], False),
         ([], True),
@@ -226,7 +231,7 @@ def test_keys_past_64_bits_are_refused():
         sampling=common_pb2.SamplingParams(seed=1, max_tokens=9),
     )
     with pytest.raises(InvalidArgumentError, match=f"at most {2**64 - 3}"):
-        request_from_proto(submit, source=3, vocab_size=100)
+        request_from_proto(submit, source=3, vocab_size=100, now=0.0)
 
 
 def test_refusal_carries_code_and_hint():

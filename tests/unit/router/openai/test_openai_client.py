@@ -125,6 +125,13 @@ async def test_a_logprob_of_minus_infinity_is_a_number(client, inference):
     assert logprobs.top_logprobs == [{"a": -9999.0, "b": -9999.0}]
 
 
+async def test_headers_say_how_urgent_a_call_is_and_for_whom(client, inference):
+    headers = {"X-Quire-Priority": "3", "X-Quire-Tenant": "a"}
+    await client.completions.create(model="org/tiny", prompt=["a", "b"], extra_headers=headers)
+    await client.chat.completions.create(model="org/tiny", messages=HELLO, extra_headers=headers)
+    assert [(r.priority, r.tenant) for r in inference.requests] == [(3, "a")] * 3
+
+
 async def test_chat_in_one_piece(client, inference):
     inference.script = spell("Hi!", FinishReason.LENGTH)
     completion = await client.chat.completions.create(model="org/tiny", messages=HELLO, n=2)

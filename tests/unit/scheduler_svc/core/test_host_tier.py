@@ -185,7 +185,7 @@ def test_a_sequence_starts_when_the_last_of_its_blocks_is_there():
 
 def test_a_sequence_cancelled_while_swapped_leaves_nothing():
     core, plan = make_swapping_in()
-    core._preempt(core._running.last_in_order())
+    core._preempt(core._running.last(core._rank))
     check(core)
     assert core.load().num_swapped == 1, "its blocks on the host were kept"
     core.cancel(ROUTER, [1])

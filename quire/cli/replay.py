@@ -1,0 +1,32 @@
+"""`quire replay`: checks a recording of a scheduler, and explains what happened in it."""
+
+from collections.abc import Sequence
+
+from quire.cli.command_error import CommandError
+from quire.cli.settings import ReplaySettings
+from rpc.settings import parse_settings
+from scheduler_svc.replay import replay
+from scheduler_svc.replay_report import describe, describe_plan
+from scheduler_svc.wire.frames import RecordingError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire replay`; give the exit code: 1 if a plan differs."""
+    settings = parse_settings(ReplaySettings, "quire replay", argv)
+    try:
+        with settings.file.open("rb") as file:
+            result = replay(file, settings.step)
+    except OSError as error:
+        raise CommandError(f"{settings.file}: {error.strerror}") from None
+    except RecordingError as error:
+        raise CommandError(f"{settings.file}: {error}") from None
+    if settings.step is None:
+        for line in describe(result):
+            print(line)
+    elif result.kept_plan is not None:
+        print(f"step {settings.step}:", *describe_plan(result.kept_plan), sep="\n")
+    else:
+        raise CommandError(
+            f"--step: {settings.step}: is not in it; it has steps 1 to {result.num_steps}"
+        )
+    return 0 if result.difference is None else 1

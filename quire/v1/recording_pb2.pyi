@@ -1,0 +1,171 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RecordingHeader(_message.Message):
+    __slots__ = ("format_version", "quire_version", "worker_id", "epoch", "started_at_s", "config_json")
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    QUIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    format_version: int
+    quire_version: str
+    worker_id: str
+    epoch: int
+    started_at_s: float
+    config_json: str
+    def __init__(self, format_version: _Optional[int] = ..., quire_version: _Optional[str] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., started_at_s: _Optional[float] = ..., config_json: _Optional[str] = ...) -> None: ...
+
+class RecordingEntry(_message.Message):
+    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "end", "raised")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    RAISED_FIELD_NUMBER: _ClassVar[int]
+    submit: RecordedSubmit
+    cancel: RecordedCancel
+    cancel_source: RecordedCancelSource
+    schedule: RecordedSchedule
+    update: RecordedUpdate
+    end: RecordingEnd
+    raised: str
+    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
+
+class RecordedSubmit(_message.Message):
+    __slots__ = ("now", "source", "first_seq_key", "request_id", "prompt_token_ids", "n", "max_tokens", "sampling", "cache_salt", "traceparent", "outputs", "more_json")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_JSON_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    source: int
+    first_seq_key: int
+    request_id: str
+    prompt_token_ids: bytes
+    n: int
+    max_tokens: int
+    sampling: bytes
+    cache_salt: str
+    traceparent: str
+    outputs: _containers.RepeatedCompositeFieldContainer[RecordedOutput]
+    more_json: str
+    def __init__(self, now: _Optional[float] = ..., source: _Optional[int] = ..., first_seq_key: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RecordedOutput, _Mapping]]] = ..., more_json: _Optional[str] = ...) -> None: ...
+
+class RecordedOutput(_message.Message):
+    __slots__ = ("token_ids", "finished")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    finished: bool
+    def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ...) -> None: ...
+
+class RecordedCancel(_message.Message):
+    __slots__ = ("source", "seq_keys")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    seq_keys: bytes
+    def __init__(self, source: _Optional[int] = ..., seq_keys: _Optional[bytes] = ...) -> None: ...
+
+class RecordedCancelSource(_message.Message):
+    __slots__ = ("source",)
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    def __init__(self, source: _Optional[int] = ...) -> None: ...
+
+class RecordedSchedule(_message.Message):
+    __slots__ = ("now", "plan")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    plan: RecordedPlan
+    def __init__(self, now: _Optional[float] = ..., plan: _Optional[_Union[RecordedPlan, _Mapping]] = ...) -> None: ...
+
+class RecordedPlan(_message.Message):
+    __slots__ = ("step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "copy_src_block_ids", "copy_dst_block_ids", "chunk_rows", "chunk_lens", "num_decodes", "num_scheduled_tokens", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    released_rows: bytes
+    new_sequences: _containers.RepeatedCompositeFieldContainer[RecordedNewSequence]
+    appended_rows: bytes
+    appended_block_ids: bytes
+    copy_src_block_ids: bytes
+    copy_dst_block_ids: bytes
+    chunk_rows: bytes
+    chunk_lens: bytes
+    num_decodes: int
+    num_scheduled_tokens: int
+    swap_out_src_block_ids: bytes
+    swap_out_dst_block_ids: bytes
+    swap_in_src_block_ids: bytes
+    swap_in_dst_block_ids: bytes
+    def __init__(self, step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[RecordedNewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordedNewSequence(_message.Message):
+    __slots__ = ("seq_id", "row", "num_tokens", "tokens_crc", "num_computed_tokens", "block_ids")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_CRC_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    row: int
+    num_tokens: int
+    tokens_crc: int
+    num_computed_tokens: int
+    block_ids: bytes
+    def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordedUpdate(_message.Message):
+    __slots__ = ("step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "failed_swap_in_block_ids")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_SWAP_IN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    sampled_rows: bytes
+    sampled_token_ids: bytes
+    stopped_rows: bytes
+    failed_rows: bytes
+    failed_swap_in_block_ids: bytes
+    def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordingEnd(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...

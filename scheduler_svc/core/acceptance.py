@@ -1,0 +1,64 @@
+"""Which requests can be served at all: limits of length and of time."""
+
+from collections.abc import Callable
+
+from scheduler_svc.core.errors import DeadlineError, RequestTooLongError
+from scheduler_svc.core.rates import Rates
+from scheduler_svc.core.request import Request
+
+
+def check_length(request: Request, max_request_len: int) -> None:
+    """Check that each sequence of a request could finish if it ran alone.
+
+    Raises:
+        RequestTooLongError: Naming what is too long, and the limit.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens + request.max_tokens > max_request_len:
+        raise RequestTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+            f"{request.max_tokens}; together they may be {max_request_len}"
+        )
+    for index, output in enumerate(request.outputs):
+        if not output.finished and len(output.token_ids) >= request.max_tokens:
+            raise RequestTooLongError(
+                f"output {index} has {len(output.token_ids)} tokens and is not finished; "
+                f"max_tokens is {request.max_tokens}"
+            )
+
+
+def check_deadline(
+    request: Request, now: float, rates: Rates, count_cached_tokens: Callable[[], int]
+) -> None:
+    """Check that a request could meet its deadline, if it has one, if it ran now and alone.
+
+    Args:
+        request: The request.
+        now: On the clock of its deadline.
+        rates: The worker's.
+        count_cached_tokens: Returns how many of the prompt's tokens need not be computed; called
+            only if the answer depends on it.
+
+    Raises:
+        DeadlineError: It could not; the message has the numbers.
+    """
+    if request.deadline is None:
+        return
+    left_s = request.deadline - now
+    if left_s <= 0:
+        raise DeadlineError(f"the deadline passed {-left_s:.3f} s ago")
+    num_tokens, num_steps = len(request.prompt_token_ids), max(1, request.min_tokens)
+    if _can_do(rates, num_tokens, num_steps, left_s):
+        return
+    num_tokens -= count_cached_tokens()
+    if not _can_do(rates, num_tokens, num_steps, left_s):
+        raise DeadlineError(
+            f"the deadline is in {left_s:.3f} s and cannot be met: {num_tokens} prompt tokens at "
+            f"{rates.prefill_tokens_per_s:.0f} tokens/s and {num_steps} steps of "
+            f"{rates.step_s:.4f} s take {rates.least_s(num_tokens, num_steps):.3f} s"
+        )
+
+
+def _can_do(rates: Rates, num_prompt_tokens: int, num_steps: int, left_s: float) -> bool:
+    least_s = rates.least_s(num_prompt_tokens, num_steps)
+    return least_s is None or least_s <= left_s

@@ -1,0 +1,1 @@
+"""Which waiting sequence goes first, and which running one is preempted."""

@@ -1,0 +1,30 @@
+"""Higher priority first, and everybody's turn comes."""
+
+from math import floor
+
+from scheduler_svc.core.policies.arguments import check_positive
+from scheduler_svc.core.policies.policy import Place, Policy
+from scheduler_svc.core.request import Request
+
+
+class Priority(Policy):
+    """By priority; a waiting sequence gains one level in every `aging_s` seconds.
+
+    All sequences age at one pace, so their order never changes: at any time, `a` is before `b` if
+    `priority(a) + (now - arrived(a)) / aging_s` is the greater, and there `now` cancels out.
+    """
+
+    def __init__(self, aging_s: float = 60.0) -> None:
+        self._aging_s = check_positive("aging_s", aging_s)
+
+    def place(self, request: Request, arrived: float) -> Place:
+        """See `Policy`."""
+        return Place((arrived - request.priority * self._aging_s, arrived))
+
+    def level(self, request: Request, arrived: float) -> int:
+        """Return the level in whole steps, smaller first, for criteria that decide within one.
+
+        Levels are gained when the clock passes a multiple of `aging_s`: those of one priority that
+        arrive between two multiples stay on one level for ever.
+        """
+        return floor(arrived / self._aging_s) - request.priority

@@ -1,0 +1,154 @@
+"""The calls of a scheduler core as values: its inputs, and what is kept of the plans it answers."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+from zlib import crc32
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
+from scheduler_svc.core.request import Request, SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOrigin:
+    """Whose core it was, and how it was made."""
+
+    quire_version: str
+    worker_id: str
+    epoch: int
+    started_at_s: float
+    """Wall clock."""
+    config: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submit:
+    """`core.submit(request, now)`."""
+
+    request: Request
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """`core.cancel(source, seq_keys)`."""
+
+    source: SourceId
+    seq_keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSource:
+    """`core.cancel_source(source)`."""
+
+    source: SourceId
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`core.schedule(now)`."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """`core.update(outcome)`."""
+
+    outcome: StepOutcome
+
+
+Call: TypeAlias = Submit | Cancel | CancelSource | Schedule | Update
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSequence:
+    """What is kept of a `NewSequence`: not what its request says already."""
+
+    seq_id: int
+    row: int
+    num_tokens: int
+    tokens_crc: int
+    """CRC-32 of its tokens, int32, little-endian."""
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    """A `StepPlan` that can be compared, field by field under the same names."""
+
+    step_id: int
+    released_rows: tuple[int, ...]
+    new_sequences: tuple[RecordedSequence, ...]
+    appended_rows: tuple[int, ...]
+    appended_block_ids: tuple[int, ...]
+    copy_src_block_ids: tuple[int, ...]
+    copy_dst_block_ids: tuple[int, ...]
+    chunk_rows: tuple[int, ...]
+    chunk_lens: tuple[int, ...]
+    num_decodes: int
+    num_scheduled_tokens: int
+    swap_out_src_block_ids: tuple[int, ...]
+    swap_out_dst_block_ids: tuple[int, ...]
+    swap_in_src_block_ids: tuple[int, ...]
+    swap_in_dst_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A call that was recorded, and what came of it."""
+
+    call: Call
+    plan: RecordedPlan | None
+    """Of a `Schedule` that gave one."""
+    raised: str
+    """The class of the exception that the core raised; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Nothing more was recorded, and why."""
+
+    reason: str
+
+
+def keep_plan(plan: StepPlan) -> RecordedPlan:
+    """Make what a recording keeps of a plan."""
+    return RecordedPlan(
+        step_id=plan.step_id,
+        released_rows=_tuple(plan.released_rows),
+        new_sequences=tuple(_keep_sequence(new) for new in plan.new_sequences),
+        appended_rows=_tuple(plan.appended_rows),
+        appended_block_ids=_tuple(plan.appended_block_ids),
+        copy_src_block_ids=_tuple(plan.copy_src_block_ids),
+        copy_dst_block_ids=_tuple(plan.copy_dst_block_ids),
+        chunk_rows=_tuple(plan.chunk_rows),
+        chunk_lens=_tuple(plan.chunk_lens),
+        num_decodes=plan.num_decodes,
+        num_scheduled_tokens=plan.num_scheduled_tokens,
+        swap_out_src_block_ids=_tuple(plan.swap_out_src_block_ids),
+        swap_out_dst_block_ids=_tuple(plan.swap_out_dst_block_ids),
+        swap_in_src_block_ids=_tuple(plan.swap_in_src_block_ids),
+        swap_in_dst_block_ids=_tuple(plan.swap_in_dst_block_ids),
+    )
+
+
+def tokens_crc(token_ids: Int32Array) -> int:
+    """Return the checksum of tokens, the same on every machine."""
+    return crc32(token_ids.astype("<i4", copy=False).tobytes())
+
+
+def _keep_sequence(new: NewSequence) -> RecordedSequence:
+    return RecordedSequence(
+        seq_id=new.seq_id,
+        row=new.row,
+        num_tokens=len(new.token_ids),
+        tokens_crc=tokens_crc(new.token_ids),
+        num_computed_tokens=new.num_computed_tokens,
+        block_ids=_tuple(new.block_ids),
+    )
+
+
+def _tuple(values: Int32Array) -> tuple[int, ...]:
+    return tuple(values.tolist())

@@ -1,0 +1,303 @@
+"""Between a core's calls and the frames' payloads; recording.proto tells the format."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from typing import Any, BinaryIO, Final, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from quire.v1 import recording_pb2
+from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan
+from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core_calls import (
+    Call,
+    Cancel,
+    CancelSource,
+    CoreOrigin,
+    End,
+    Entry,
+    RecordedPlan,
+    RecordedSequence,
+    Schedule,
+    Submit,
+    Update,
+    tokens_crc,
+)
+from scheduler_svc.wire.frames import CutOff, RecordingError, read_frames
+
+FORMAT_VERSION: Final = 1
+"""Raised with every change that an older reader would misread."""
+
+_M = TypeVar("_M", recording_pb2.RecordingHeader, recording_pb2.RecordingEntry)
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def origin_to_payload(origin: CoreOrigin) -> bytes:
+    """Make the first payload."""
+    return recording_pb2.RecordingHeader(
+        format_version=FORMAT_VERSION,
+        quire_version=origin.quire_version,
+        worker_id=origin.worker_id,
+        epoch=origin.epoch,
+        started_at_s=origin.started_at_s,
+        config_json=json.dumps(asdict(origin.config)),
+    ).SerializeToString()
+
+
+def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
+    """Make the payload of a call; `plan` and `raised` as `Entry` has them."""
+    entry = recording_pb2.RecordingEntry(raised=raised)
+    match call:
+        case Schedule(now):
+            entry.schedule.now = now
+            if plan is not None:
+                entry.schedule.plan.CopyFrom(_plan_to_proto(plan))
+        case Update(outcome):
+            entry.update.step_id = outcome.step_id
+            entry.update.sampled_rows = pack_int32(outcome.sampled_rows)
+            entry.update.sampled_token_ids = pack_int32(outcome.sampled_token_ids)
+            entry.update.stopped_rows = pack_int32(outcome.stopped_rows)
+            entry.update.failed_rows = pack_int32(outcome.failed_rows)
+            entry.update.failed_swap_in_block_ids = pack_int32(outcome.failed_swap_in_block_ids)
+        case Submit(request, now):
+            entry.submit.CopyFrom(_request_to_proto(request))
+            entry.submit.now = now
+        case Cancel(source, seq_keys):
+            entry.cancel.source = source
+            entry.cancel.seq_keys = pack_uint64(seq_keys)
+        case CancelSource(source):
+            entry.cancel_source.source = source
+    return entry.SerializeToString()
+
+
+def end_to_payload(end: End) -> bytes:
+    """Make the last payload."""
+    message = recording_pb2.RecordingEntry(end=recording_pb2.RecordingEnd(reason=end.reason))
+    return message.SerializeToString()
+
+
+def _plan_to_proto(plan: StepPlan) -> recording_pb2.RecordedPlan:
+    return recording_pb2.RecordedPlan(
+        step_id=plan.step_id,
+        released_rows=pack_int32(plan.released_rows),
+        new_sequences=map(_new_sequence_to_proto, plan.new_sequences),
+        appended_rows=pack_int32(plan.appended_rows),
+        appended_block_ids=pack_int32(plan.appended_block_ids),
+        copy_src_block_ids=pack_int32(plan.copy_src_block_ids),
+        copy_dst_block_ids=pack_int32(plan.copy_dst_block_ids),
+        chunk_rows=pack_int32(plan.chunk_rows),
+        chunk_lens=pack_int32(plan.chunk_lens),
+        num_decodes=plan.num_decodes,
+        num_scheduled_tokens=plan.num_scheduled_tokens,
+        swap_out_src_block_ids=pack_int32(plan.swap_out_src_block_ids),
+        swap_out_dst_block_ids=pack_int32(plan.swap_out_dst_block_ids),
+        swap_in_src_block_ids=pack_int32(plan.swap_in_src_block_ids),
+        swap_in_dst_block_ids=pack_int32(plan.swap_in_dst_block_ids),
+    )
+
+
+def _new_sequence_to_proto(new: NewSequence) -> recording_pb2.RecordedNewSequence:
+    return recording_pb2.RecordedNewSequence(
+        seq_id=new.seq_id,
+        row=new.row,
+        num_tokens=len(new.token_ids),
+        tokens_crc=tokens_crc(new.token_ids),
+        num_computed_tokens=new.num_computed_tokens,
+        block_ids=pack_int32(new.block_ids),
+    )
+
+
+def _request_to_proto(request: Request) -> recording_pb2.RecordedSubmit:
+    named = recording_pb2.RecordedSubmit.DESCRIPTOR.fields_by_name
+    more = {
+        field.name: value
+        for field in fields(request)
+        if field.name not in named and (value := getattr(request, field.name)) != field.default
+    }
+    return recording_pb2.RecordedSubmit(
+        source=request.source,
+        first_seq_key=request.first_seq_key,
+        request_id=request.request_id,
+        prompt_token_ids=pack_int32(request.prompt_token_ids),
+        n=request.n,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        cache_salt=request.cache_salt,
+        traceparent=request.traceparent,
+        outputs=[
+            recording_pb2.RecordedOutput(
+                token_ids=pack_int32(output.token_ids), finished=output.finished
+            )
+            for output in request.outputs
+        ],
+        more_json=json.dumps(more) if more else "",
+    )
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read_recording(file: BinaryIO) -> tuple[CoreOrigin, Iterator[Entry | End | CutOff]]:
+    """Read whose core it was; then, as the iterator goes, its calls.
+
+    Raises:
+        RecordingError: It is no recording, damaged, or of a format that this reader does not know.
+            The iterator raises it too.
+    """
+    frames = read_frames(file)
+    first = next(frames, None)
+    if not isinstance(first, bytes):
+        raise RecordingError("it ends before its header does")
+    return _origin_from_payload(first), map(_entry_from_frame, frames)
+
+
+def _origin_from_payload(payload: bytes) -> CoreOrigin:
+    message = _parse(recording_pb2.RecordingHeader, payload)
+    if message.format_version != FORMAT_VERSION:
+        raise RecordingError(
+            f"its format_version is {message.format_version}, written by Quire "
+            f"{message.quire_version}; this one reads {FORMAT_VERSION}"
+        )
+    return CoreOrigin(
+        quire_version=message.quire_version,
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        started_at_s=message.started_at_s,
+        config=_construct(lambda: _config_from_json(message.config_json)),
+    )
+
+
+def _config_from_json(text: str) -> SchedulerConfig:
+    members = _members(text)
+    if "preemption_mode" in members:
+        members["preemption_mode"] = PreemptionMode(members["preemption_mode"])
+    return SchedulerConfig(**members)
+
+
+def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
+    if isinstance(frame, CutOff):
+        return frame
+    message = _parse(recording_pb2.RecordingEntry, frame)
+    plan: RecordedPlan | None = None
+    call: Call
+    match message.WhichOneof("call"):
+        case "schedule":
+            call = Schedule(message.schedule.now)
+            if message.schedule.HasField("plan"):
+                plan = _plan_from_proto(message.schedule.plan)
+        case "update":
+            call = Update(_outcome_from_proto(message.update))
+        case "submit":
+            call = Submit(_request_from_proto(message.submit), message.submit.now)
+        case "cancel":
+            seq_keys = unpack_uint64(message.cancel.seq_keys, "cancel.seq_keys").tolist()
+            call = Cancel(SourceId(message.cancel.source), tuple(seq_keys))
+        case "cancel_source":
+            call = CancelSource(SourceId(message.cancel_source.source))
+        case "end":
+            return End(message.end.reason)
+        case _:
+            raise RecordingError("a frame holds no call that this reader knows")
+    return Entry(call, plan, message.raised)
+
+
+def _plan_from_proto(message: recording_pb2.RecordedPlan) -> RecordedPlan:
+    return RecordedPlan(
+        step_id=message.step_id,
+        released_rows=_ints(message.released_rows, "plan.released_rows"),
+        new_sequences=tuple(
+            RecordedSequence(
+                seq_id=new.seq_id,
+                row=new.row,
+                num_tokens=new.num_tokens,
+                tokens_crc=new.tokens_crc,
+                num_computed_tokens=new.num_computed_tokens,
+                block_ids=_ints(new.block_ids, "plan.new_sequences.block_ids"),
+            )
+            for new in message.new_sequences
+        ),
+        appended_rows=_ints(message.appended_rows, "plan.appended_rows"),
+        appended_block_ids=_ints(message.appended_block_ids, "plan.appended_block_ids"),
+        copy_src_block_ids=_ints(message.copy_src_block_ids, "plan.copy_src_block_ids"),
+        copy_dst_block_ids=_ints(message.copy_dst_block_ids, "plan.copy_dst_block_ids"),
+        chunk_rows=_ints(message.chunk_rows, "plan.chunk_rows"),
+        chunk_lens=_ints(message.chunk_lens, "plan.chunk_lens"),
+        num_decodes=message.num_decodes,
+        num_scheduled_tokens=message.num_scheduled_tokens,
+        swap_out_src_block_ids=_ints(message.swap_out_src_block_ids, "plan.swap_out_src_block_ids"),
+        swap_out_dst_block_ids=_ints(message.swap_out_dst_block_ids, "plan.swap_out_dst_block_ids"),
+        swap_in_src_block_ids=_ints(message.swap_in_src_block_ids, "plan.swap_in_src_block_ids"),
+        swap_in_dst_block_ids=_ints(message.swap_in_dst_block_ids, "plan.swap_in_dst_block_ids"),
+    )
+
+
+def _outcome_from_proto(message: recording_pb2.RecordedUpdate) -> StepOutcome:
+    return StepOutcome(
+        step_id=StepId(message.step_id),
+        sampled_rows=unpack_int32(message.sampled_rows, "update.sampled_rows"),
+        sampled_token_ids=unpack_int32(message.sampled_token_ids, "update.sampled_token_ids"),
+        stopped_rows=unpack_int32(message.stopped_rows, "update.stopped_rows"),
+        failed_rows=unpack_int32(message.failed_rows, "update.failed_rows"),
+        failed_swap_in_block_ids=unpack_int32(
+            message.failed_swap_in_block_ids, "update.failed_swap_in_block_ids"
+        ),
+    )
+
+
+def _request_from_proto(message: recording_pb2.RecordedSubmit) -> Request:
+    more = _members(message.more_json) if message.more_json else {}
+    return _construct(
+        lambda: Request(
+            source=SourceId(message.source),
+            first_seq_key=SeqKey(message.first_seq_key),
+            request_id=message.request_id,
+            prompt_token_ids=unpack_int32(message.prompt_token_ids, "submit.prompt_token_ids"),
+            n=message.n,
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            cache_salt=message.cache_salt,
+            traceparent=message.traceparent,
+            outputs=tuple(
+                OutputSoFar(
+                    unpack_int32(output.token_ids, "submit.outputs.token_ids"), output.finished
+                )
+                for output in message.outputs
+            ),
+            **more,
+        )
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _construct(make: Callable[[], _T]) -> _T:
+    """Make a value of the core's from fields by name, which another release may have named."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        raise RecordingError(f"this release's core cannot take it: {error}") from None
+
+
+def _members(text: str) -> dict[str, Any]:
+    """Read a JSON object; the core's values have tuples where JSON has arrays."""
+
+    def frozen(value: object) -> object:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return {name: frozen(value) for name, value in json.loads(text).items()}
+
+
+def _parse(kind: type[_M], payload: bytes) -> _M:
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        raise RecordingError(f"a frame holds no {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _ints(packed: bytes, field: str) -> tuple[int, ...]:
+    return tuple(unpack_int32(packed, field).tolist())

@@ -1,0 +1,1 @@
+"""A worker without a device: the real protocol and block accounting, modelled time, no model."""

@@ -1,0 +1,26 @@
+"""Starts simulated workers: `quire-sim-worker` or `python -m sim_worker`."""
+
+import sys
+
+from gpu_worker.json_fields import ModelError
+from rpc import logs, telemetry
+from rpc.server import run
+from rpc.settings import parse_settings
+from sim_worker.app import run_sim_workers
+from sim_worker.settings import SimWorkerSettings
+
+
+def main() -> None:
+    """Run until SIGTERM or SIGINT."""
+    settings = parse_settings(SimWorkerSettings, "quire-sim-worker")
+    logs.configure(settings.log_level, settings.log_format, "sim-worker")
+    telemetry.configure("quire-sim-worker", settings)
+    try:
+        run(run_sim_workers(settings))
+    except ModelError as error:
+        sys.stderr.write(f"quire-sim-worker: {error}\n")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The process of simulated workers: the only place that constructs their parts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import structlog
+
+from gpu_worker.json_fields import ModelError, read_json
+from gpu_worker.server import WorkerService
+from gpu_worker.step import Limits
+from gpu_worker.worker_info import WorkerInfo
+from rpc import telemetry
+from rpc.health import Health
+from rpc.server import Addresses, CannotListenError, serve
+from rpc.status import ErrorInterceptor
+from rpc.transport import channel_options
+from sim_worker.settings import SimWorkerSettings
+from sim_worker.steps import SimulatedSteps
+from sim_worker.time_model import TimeModel
+
+_DEFAULT_VOCAB_SIZE = 32_000
+_DEFAULT_MODEL_LEN = 8192
+_STOP_S = 2.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What of a model matters to who simulates it."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+
+
+async def run_sim_workers(
+    settings: SimWorkerSettings,
+    *,
+    on_started: Callable[[Addresses], Awaitable[None]] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`, then drain.
+
+    `on_started` runs when all workers listen; it is told where the first one does.
+
+    Raises:
+        ModelError: The model's config.json cannot be used, or contradicts the settings.
+    """
+    vocabulary = find_vocabulary(settings)
+    health = Health()
+    first, *others = [settings.of_worker(index) for index in range(settings.count)]
+    workers = {each.worker_id: make_worker(each, vocabulary) for each in (first, *others)}
+    servers: list[grpc.aio.Server] = []
+
+    async def start(addresses: Addresses) -> None:
+        for each in others:
+            server = await _listen(each, workers[each.worker_id])
+            servers.append(server)  # one by one: what has started is stopped, whatever follows
+        health.set_ready()
+        if on_started is not None:
+            await on_started(addresses)
+
+    async def drain() -> None:
+        await asyncio.gather(*(worker.drain() for worker in workers.values()))
+
+    try:
+        await serve(
+            first,
+            health=health,
+            services=[workers[first.worker_id].service()],
+            on_started=start,
+            on_drain=drain,
+            stop=stop,
+        )
+    finally:
+        await asyncio.gather(*(server.stop(_STOP_S) for server in servers))
+
+
+def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
+    """Take the flags, then what the model's directory says, then the defaults.
+
+    Raises:
+        ModelError: The two contradict each other, or the model's files cannot be used.
+    """
+    vocab_size, max_model_len = settings.vocab_size, settings.max_model_len
+    eos_token_ids = settings.eos_token_ids
+    if settings.model is not None:
+        config = read_json(settings.model / "config.json")
+        vocab_size = vocab_size or config.positive_int("vocab_size")
+        max_model_len = max_model_len or config.positive_int("max_position_embeddings")
+        if not eos_token_ids:
+            found = config.int_list("eos_token_id")
+            generation = settings.model / "generation_config.json"
+            if generation.exists():
+                found += read_json(generation).int_list("eos_token_id")
+            eos_token_ids = tuple(dict.fromkeys(found))
+    vocab_size = vocab_size or _DEFAULT_VOCAB_SIZE
+    for token_id in eos_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ModelError(f"eos-token-ids has {token_id}; ids must be in [0, {vocab_size - 1}]")
+    if len(eos_token_ids) >= vocab_size:
+        raise ModelError(f"vocab-size is {vocab_size}; all of its tokens are end tokens")
+    if settings.mean_output_len is not None and not eos_token_ids:
+        raise ModelError("mean-output-len is set; that needs --model or --eos-token-ids")
+    return Vocabulary(vocab_size, eos_token_ids, max_model_len or _DEFAULT_MODEL_LEN)
+
+
+def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerService:
+    """Make one worker, ready to be served; called in its event loop."""
+    limits = Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=vocabulary.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        vocab_size=vocabulary.vocab_size,
+    )
+    info = WorkerInfo(
+        worker_id=settings.worker_id,
+        device=f"simulated, {settings.bandwidth_gb_s:g} GB/s, {settings.tflops:g} TFLOPS",
+        model_id=settings.model_id,
+        limits=limits,
+        eos_token_ids=vocabulary.eos_token_ids,
+        block_bytes=settings.block_size * settings.kv_bytes_per_token,
+        dtype="bfloat16",
+    )
+    steps = SimulatedSteps(
+        limits,
+        eos_token_ids=vocabulary.eos_token_ids,
+        mean_output_len=settings.mean_output_len,
+        time_model=TimeModel(
+            num_params=settings.params_b * 1e9,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            bytes_per_s=settings.bandwidth_gb_s * 1e9,
+            operations_per_s=settings.tflops * 1e12,
+        ),
+        speedup=settings.speedup,
+    )
+    worker = WorkerService()
+    worker.open(info, steps)
+    return worker
+
+
+async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
+    """Give a further worker a server of its own: nothing else tells a call for it from others'."""
+    server = grpc.aio.server(
+        options=[*channel_options(settings.max_message_mb), ("grpc.so_reuseport", 0)],
+        interceptors=[telemetry.TraceInterceptor(), ErrorInterceptor()],
+    )
+    worker.service().add(server)
+    address = f"{settings.host}:{settings.grpc_port}"
+    if settings.uds is not None:
+        address = f"unix:{settings.uds.absolute()}"
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError:
+        raise CannotListenError(f"gRPC cannot listen on {address}: it is taken or not here") from (
+            None
+        )
+    await server.start()
+    log.info("listening", worker_id=settings.worker_id, grpc=address)
+    return server

@@ -1,0 +1,139 @@
+"""Who may write which block, and what each slot was computed from: catches a wrong block number.
+
+A real worker would read another sequence's KV and answer nonsense; this one says so. A slot holds
+a number made of all tokens of its sequence up to its own, so a block that is shared by mistake,
+freed too early or copied too late has other numbers than whoever reads it expects.
+
+Each row's table, by block::
+
+    [0, num_computed // block_size)   shared with whoever has the same prefix; only read
+    [num_computed // block_size, ..)  its own when it came or grew: in no other row's table
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.step import BrokenInvariantError, Int32Array, Int64Array, Limits, NewRow, StepInput
+
+_NOBODY = -1
+
+
+class BlockLedger:
+    """The KV memory of a simulated worker."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self._num_holders = np.zeros(limits.num_blocks, np.int32)
+        """How many rows have the block in their tables."""
+        self._writer = np.full(limits.num_blocks, _NOBODY, np.int32)
+        """The row whose own it is."""
+        self._slots = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
+        self._digests = np.zeros(limits.max_num_seqs, np.uint64)
+        """Of each row's computed tokens."""
+        # Sums of these, wrapping: all of a prefix's digests come from one cumulative sum.
+        self._weights = np.random.default_rng(0).integers(
+            1, 2**64, limits.max_model_len, np.uint64, endpoint=False
+        )
+
+    def clear(self) -> None:
+        """Let no row hold anything; the contents stay."""
+        self._num_holders[:] = 0
+        self._writer[:] = _NOBODY
+
+    def apply(
+        self, step: StepInput, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
+    ) -> None:
+        """Do what a step does to the blocks, after `rows.apply`.
+
+        Args:
+            step: The step.
+            released: The block tables of `step.released_rows`, as they were before.
+            rows: As they are now.
+            scheduled: What they compute.
+
+        Raises:
+            BrokenInvariantError: A block is another's, or does not hold what it must.
+        """
+        for row, table in zip(step.released_rows.tolist(), released, strict=True):
+            self._num_holders[table] -= 1
+            self._writer[table[self._writer[table] == row]] = _NOBODY
+        for new in step.new_rows:
+            num_shared = new.num_computed_tokens // self._block_size
+            self._num_holders[new.block_ids[:num_shared]] += 1
+            own = new.block_ids[num_shared:]
+            self._own(np.full(len(own), new.row), own)
+            self._digests[new.row] = self._prefix(new)[-1] if new.num_computed_tokens else 0
+        self._own(step.appended_rows, step.appended_block_ids)
+        if len(step.copy_src_block_ids):
+            self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
+        self._write(rows, scheduled)
+        for new in step.new_rows:
+            self._check_prefix(new)
+
+    def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
+        """Put each block into a row's table, as its own."""
+        if not len(blocks):
+            return
+        np.add.at(self._num_holders, blocks, 1)
+        shared = self._num_holders[blocks] > 1
+        if shared.any():
+            index = int(np.argmax(shared))
+            raise BrokenInvariantError(
+                f"row {rows[index]} gets block {blocks[index]} to write, which is in "
+                f"{self._num_holders[blocks[index]] - 1} other tables"
+            )
+        self._writer[blocks] = rows
+
+    def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
+        """Compute the scheduled tokens: one of each of many rows at once, longer chunks singly."""
+        is_single = scheduled.lens == 1
+        of, positions = scheduled.rows[is_single], scheduled.starts[is_single]
+        digests = self._digests[of] + self._terms(rows.token_ids[of, positions], positions)
+        self._store(rows, of, positions, digests)
+        self._digests[of] = digests
+        for index in np.flatnonzero(~is_single).tolist():
+            row, start = int(scheduled.rows[index]), int(scheduled.starts[index])
+            positions = np.arange(start, start + int(scheduled.lens[index]))
+            terms = self._terms(rows.token_ids[row, positions], positions)
+            digests = self._digests[row] + np.cumsum(terms, dtype=np.uint64)
+            self._store(rows, np.full(len(positions), row), positions, digests)
+            self._digests[row] = digests[-1]
+
+    def _store(
+        self, rows: Rows, of: Int64Array, positions: Int64Array, digests: npt.NDArray[np.uint64]
+    ) -> None:
+        """Store int64[N] positions of int64[N] rows."""
+        blocks = rows.block_tables[of, positions // self._block_size]
+        foreign = self._writer[blocks] != of
+        if foreign.any():
+            index = int(np.argmax(foreign))
+            raise BrokenInvariantError(
+                f"row {of[index]} writes position {positions[index]} to block {blocks[index]}, "
+                "which is not its own"
+            )
+        self._slots[blocks, positions % self._block_size] = digests
+
+    def _check_prefix(self, new: NewRow) -> None:
+        """Compare what a sequence found computed with what it must be."""
+        positions = np.arange(new.num_computed_tokens)
+        blocks = new.block_ids[positions // self._block_size]
+        wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            raise BrokenInvariantError(
+                f"sequence {new.seq_id} has {new.num_computed_tokens} tokens computed, but block "
+                f"{blocks[index]} does not hold its position {index}"
+            )
+
+    def _prefix(self, new: NewRow) -> npt.NDArray[np.uint64]:
+        """uint64[num_computed_tokens]: what the slots of its computed tokens must hold."""
+        positions = np.arange(new.num_computed_tokens)
+        terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)
+        return np.cumsum(terms, dtype=np.uint64)
+
+    def _terms(self, token_ids: Int32Array, positions: Int64Array) -> npt.NDArray[np.uint64]:
+        terms: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + np.uint64(1)) * (
+            self._weights[positions]
+        )
+        return terms

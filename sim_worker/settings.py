@@ -1,0 +1,105 @@
+"""What a simulated worker is told."""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import NoDecode
+
+from rpc.settings import Port, ProcessSettings
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SimWorkerSettings(ProcessSettings):
+    """Takes a scheduler's steps as a worker does, and takes as long as a device would.
+
+    The tokens are random, but the same for the same seed. By default the device is an H100 SXM with
+    a model of 8 billion parameters in bfloat16.
+    """
+
+    grpc_port: Port = 50053
+    """Port of gRPC; 0 picks a free one. With --count, that of the first; the others' follow."""
+    uds: Path | None = None
+    """Path of a Unix socket for gRPC, instead of host and port. With --count above 1, worker I's
+    has -I before its suffix: worker.sock becomes worker-0.sock, worker-1.sock and so on."""
+    http_port: Port = 8002
+    """Port of HTTP, for probes and metrics; 0 picks a free one."""
+    count: Annotated[int, Field(ge=1, le=1024)] = 1
+    """How many workers this process is."""
+    worker_id: str = Field(default_factory=socket.gethostname)
+    """Names this worker, in logs and to the scheduler; with --count above 1, -I is added."""
+    model: Path | None = None
+    """Hugging Face directory whose config.json gives the vocabulary, the end tokens and the length;
+    no weights are read. Unset: the flags below give them."""
+    served_model_name: str = ""
+    """What requests call the model; empty: the directory's name, or "simulated"."""
+    vocab_size: PositiveInt | None = None
+    """Number of token ids; unset: the model's, or 32000."""
+    eos_token_ids: Annotated[tuple[int, ...], NoDecode] = ()
+    """The end tokens, such as 1,2; unset: the model's."""
+    max_model_len: PositiveInt | None = None
+    """Most tokens of a sequence, prompt and output; unset: the model's, or 8192."""
+    max_num_seqs: PositiveInt = 256
+    """Most sequences that run at once."""
+    max_num_batched_tokens: PositiveInt = 2048
+    """Most tokens of one step."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Token slots of one block of KV memory."""
+    num_blocks: PositiveInt = 26_000
+    """Blocks of KV memory."""
+    params_b: PositiveFloat = 8.0
+    """Parameters of the model, in billions, of two bytes each."""
+    bandwidth_gb_s: PositiveFloat = 3350.0
+    """How fast the device reads its memory, in GB/s."""
+    tflops: PositiveFloat = 500.0
+    """How fast it computes, in 10^12 operations per second; each token takes two per parameter."""
+    kv_bytes_per_token: PositiveInt = 131_072
+    """KV of one token, in bytes."""
+    speedup: PositiveFloat = 1.0
+    """How many times faster than the device the simulation runs."""
+    mean_output_len: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Sequences end by an end token, after so many tokens on average; unset: they run to their
+    length."""
+
+    @field_validator("eos_token_ids", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if tokens < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
+            )
+        if self.count > 1 and self.uds is None and not 0 < self.grpc_port <= 65536 - self.count:
+            raise ValueError(
+                f"grpc_port is {self.grpc_port}; {self.count} workers need as many ports from it on"
+            )
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """What requests call the model."""
+        name = self.model.resolve().name if self.model is not None else "simulated"
+        return self.served_model_name or name
+
+    def of_worker(self, index: int) -> Self:
+        """Return the settings of one of the workers, which is then alone."""
+        if self.count == 1:
+            return self
+        uds = self.uds
+        if uds is not None:
+            uds = uds.with_name(f"{uds.stem}-{index}{uds.suffix}")
+        return self.model_copy(
+            update={
+                "count": 1,
+                "uds": uds,
+                "grpc_port": self.grpc_port + index,
+                "worker_id": f"{self.worker_id}-{index}",
+            }
+        )

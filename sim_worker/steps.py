@@ -1,0 +1,153 @@
+"""Runs one simulated worker's steps: rows and blocks at once, the time as it would pass."""
+
+import asyncio
+import math
+import time
+
+import numpy as np
+
+from gpu_worker import metrics
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.sampling_params import SamplingTable
+from gpu_worker.sequence_spans import SequenceSpans
+from gpu_worker.step import BoolArray, Int64Array, Limits, StepInput, StepOutput, TokenLogprob
+from rpc.errors import UnavailableError
+from sim_worker.block_ledger import BlockLedger
+from sim_worker.draw import TokenSource
+from sim_worker.time_model import TimeModel
+
+
+class SimulatedSteps:
+    """What `gpu_worker.server.WorkerService` has its steps run by. Lives in one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        eos_token_ids: tuple[int, ...],
+        mean_output_len: float | None,
+        time_model: TimeModel,
+        speedup: float,
+    ) -> None:
+        self._limits = limits
+        self._rows = Rows(limits)
+        self._ledger = BlockLedger(limits)
+        self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size, eos_token_ids)
+        self._heeds_eos = np.zeros(limits.max_num_seqs, np.bool_)
+        self._tokens = TokenSource(limits.vocab_size, eos_token_ids, mean_output_len)
+        self._time_model = time_model
+        self._speedup = speedup
+        self._spans = SequenceSpans()
+        self._event_loop = asyncio.get_running_loop()
+        self._attachment: int | None = None
+        self._free_at_s = 0.0
+        """When the device is done with all steps so far."""
+
+    @property
+    def num_rows_used(self) -> int:
+        """Rows that hold a sequence."""
+        return self._rows.num_used
+
+    async def attach(self, attachment: int) -> None:
+        """Forget all rows; obey only `attachment` from then on."""
+        self._forget()
+        self._attachment = attachment
+
+    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+        """Run a step; what it produces comes when the device would have it.
+
+        A step that fails ends its attachment: those behind it raise UnavailableError.
+        """
+        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
+        if attachment != self._attachment:
+            result.set_exception(UnavailableError("a step before this one failed: attach again"))
+            return result
+        try:
+            output = self._run(step)
+        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+            self._forget()
+            self._attachment = None
+            result.set_exception(error)
+            return result
+        now_s = time.monotonic()
+        self._free_at_s = max(now_s, self._free_at_s) + output.execute_s
+        self._event_loop.call_later(self._free_at_s - now_s, self._finish, result, output)
+        return result
+
+    def _finish(self, result: "asyncio.Future[StepOutput]", output: StepOutput) -> None:
+        metrics.STEP_SECONDS.observe(output.execute_s)
+        metrics.COMPUTED_TOKENS.inc(output.num_computed_tokens)
+        metrics.SAMPLED_TOKENS.inc(len(output.sampled_rows))
+        self._spans.sampled(output.sampled_rows.astype(np.int64), time.time())
+        if not result.done():  # else nobody reads the stream any more
+            result.set_result(output)
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._ledger.clear()
+        self._spans.clear(time.time())
+
+    def _run(self, step: StepInput) -> StepOutput:
+        tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
+        released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
+        scheduled = self._rows.apply(step)
+        self._ledger.apply(step, released, self._rows, scheduled)
+        self._spans.released(step.released_rows.tolist(), time.time())
+        self._spans.opened(step.new_rows, time.time())
+        for new in step.new_rows:
+            self._sampling.set(new.row, new.sampling)
+            self._heeds_eos[new.row] = not new.sampling.ignore_eos
+        num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
+        step_s = self._time_model.step_s(scheduled.num_tokens, num_context_tokens)
+        return self._sample(step.step_id, scheduled, step_s / self._speedup)
+
+    def _sample(self, step_id: int, scheduled: ScheduledRows, execute_s: float) -> StepOutput:
+        rows = scheduled.rows[scheduled.sampling]
+        incarnations = scheduled.incarnations[scheduled.sampling]
+        positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
+        num_outputs = positions - self._rows.num_prompt[rows]
+        may_end = num_outputs >= self._sampling.min_tokens[rows]
+        may_draw_eos = may_end & self._heeds_eos[rows]
+        token_ids = self._tokens.draw(self._sampling.seed[rows], positions, may_draw_eos)
+        stops = self._sampling.ends(rows, token_ids)
+        for index in np.flatnonzero(stops & ~may_end).tolist():
+            token_ids[index] = self._another(rows[index], token_ids[index])
+        stops &= may_end
+        self._rows.end(rows[stops], incarnations[stops])
+        self._rows.store_sampled(rows, incarnations, positions, token_ids)
+        sampled_rows = rows.astype(np.int32)
+        return StepOutput(
+            step_id=step_id,
+            sampled_rows=sampled_rows,
+            sampled_token_ids=token_ids.astype(np.int32),
+            stopped_rows=sampled_rows[stops],
+            failed_rows=np.empty(0, np.int32),
+            logprobs=self._logprobs(rows, token_ids),
+            num_computed_tokens=scheduled.num_tokens,
+            execute_s=execute_s,
+        )
+
+    def _another(self, row: int, token_id: int) -> int:
+        """Return the next token that does not end the row."""
+        ends = self._sampling.end_token_ids[row]
+        ids = ((token_id + i) % self._limits.vocab_size for i in range(1, self._limits.vocab_size))
+        return int(next((id_ for id_ in ids if id_ not in ends), token_id))
+
+    def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
+        """Tell the rows that ask for it that every token is as likely, the chosen one first."""
+        wanting: BoolArray = self._sampling.wants_logprobs[rows]
+        logprob = -math.log(self._limits.vocab_size)
+        return tuple(
+            TokenLogprob(
+                index=index,
+                logprob=logprob,
+                top_token_ids=(
+                    (token_ids[index] + np.arange(self._sampling.num_top_logprobs[rows[index]]))
+                    % self._limits.vocab_size
+                ).astype(np.int32),
+                top_logprobs=np.full(
+                    self._sampling.num_top_logprobs[rows[index]], logprob, np.float32
+                ),
+            )
+            for index in np.flatnonzero(wanting).tolist()
+        )

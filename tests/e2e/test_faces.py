@@ -1,0 +1,334 @@
+"""What a client or an operator can ask a running service, through each of its faces."""
+
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quire.v1 import common_pb2, inference_pb2
+from tests.e2e.child import Child
+from tests.e2e.generation import generate_request, read
+from tests.e2e.service import Service
+from tests.e2e.trace_collector import TraceCollector
+from tests.models_fixture import BOS_TOKEN_ID, EOS_TOKEN_ID
+
+TEXT = "The quick brown fox jumps over the lazy dog. Grüße 🙂"
+GREEDY = {"max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[TraceCollector]:
+    with TraceCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def traced(
+    collector: TraceCollector, long_llama: Path, run_dir: Callable[[], Path]
+) -> Iterator[Service]:
+    """A service that exports its spans, soon after they end."""
+    endpoint = f"--otlp-traces-endpoint={collector.endpoint}"
+    with Service(
+        run_dir(),
+        long_llama,
+        worker=["--num-blocks=256", "--served-model-name=tiny", endpoint],
+        scheduler=[endpoint],
+        router=["--served-model-name=tiny", endpoint],
+        env={"OTEL_BSP_SCHEDULE_DELAY": "100"},
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(traced: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{traced.url}/v1", api_key="none", max_retries=0, timeout=30
+    ) as client:
+        yield client
+
+
+def _text(service: Service, request: inference_pb2.GenerateRequest) -> str:
+    return read(service.stub.Generate(request, timeout=30)).text[0]
+
+
+# --- OpenAI's HTTP, by OpenAI's package -----------------------------------------------------------
+
+
+def test_openai_completion(traced: Service, client: openai.OpenAI):
+    extra = {"ignore_eos": True}
+    answer = client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=24, temperature=0, extra_body=extra
+    )
+    assert answer.choices[0].text == _text(traced, generate_request(TEXT, **GREEDY))
+    assert answer.choices[0].finish_reason == "length"
+    tokens = traced.stub.Tokenize(inference_pb2.TokenizeRequest(text=TEXT)).token_ids
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(tokens), 24)
+
+
+def test_openai_completion_streamed_with_usage(client: openai.OpenAI):
+    options = {"model": "tiny", "prompt": TEXT, "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**options)
+    chunks = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason
+    assert set(reasons[:-1]) == {None}
+
+
+def test_openai_chat(traced: Service, client: openai.OpenAI):
+    messages = [{"role": "user", "content": "What is a quire?"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**options, n=2, logprobs=True, top_logprobs=3)
+    first, second = whole.choices
+    assert first.message.role == "assistant"
+    assert first.message.content == second.message.content
+    assert first.logprobs is not None
+    assert first.logprobs.content is not None
+    assert whole.usage is not None
+    assert all(len(token.top_logprobs) == 3 for token in first.logprobs.content)
+    assert all(token.logprob <= 0 for token in first.logprobs.content)
+
+    streamed = client.chat.completions.create(**options, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == first.message.content
+
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**messages[0])])
+    tokenized = traced.stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
+    assert whole.usage.prompt_tokens == len(tokenized.token_ids)
+    request = generate_request(list(tokenized.token_ids), max_tokens=24)
+    assert _text(traced, request) == first.message.content
+
+
+def test_openai_stop_string(traced: Service, client: openai.OpenAI):
+    text = _text(traced, generate_request(TEXT, **GREEDY))
+    stop = text[len(text) // 2 :][:4]
+    extra = {"ignore_eos": True}
+    answer = client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=24, temperature=0, stop=stop, extra_body=extra
+    )
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_openai_models_and_errors(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="gpt-17"):
+        client.completions.create(model="gpt-17", prompt="a")
+    with pytest.raises(openai.BadRequestError, match=r"top_p.*2.*\(0, 1\]"):
+        client.completions.create(model="tiny", prompt="a", top_p=2)
+
+
+def test_events_end_with_done(traced: Service):
+    body = {"prompt": [5, 6], "max_tokens": 3, "temperature": 0, "stream": True}
+    request = urllib.request.Request(f"{traced.url}/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        events = response.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+# --- gRPC -----------------------------------------------------------------------------------------
+
+
+def test_generate_and_generate_once_agree(traced: Service):
+    request = generate_request(TEXT, n=2, logprobs=2, **GREEDY)
+    streamed = read(traced.stub.Generate(request))
+    once = traced.stub.GenerateOnce(inference_pb2.GenerateOnceRequest(request=request))
+    assert [list(output.token_ids) for output in once.outputs] == streamed.outputs
+    assert [output.text for output in once.outputs] == [streamed.text[0], streamed.text[1]]
+    assert once.usage.completion_tokens == 48
+    for output in once.outputs:
+        assert output.finished.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert [logprob.top_token_ids[0] for logprob in output.logprobs] == list(output.token_ids)
+        assert all(len(logprob.top_token_ids) == 2 for logprob in output.logprobs)
+
+
+def test_tokenize_and_detokenize(traced: Service):
+    tokenized = traced.stub.Tokenize(inference_pb2.TokenizeRequest(text=TEXT))
+    assert tokenized.token_ids[0] == BOS_TOKEN_ID
+    assert tokenized.max_model_len == 4096
+    plain = traced.stub.Tokenize(inference_pb2.TokenizeRequest(text=TEXT, add_special_tokens=False))
+    assert list(plain.token_ids) == list(tokenized.token_ids[1:])
+    detokenize = inference_pb2.DetokenizeRequest(token_ids=tokenized.token_ids)
+    assert traced.stub.Detokenize(detokenize).text == TEXT
+    detokenize.skip_special_tokens = False
+    assert traced.stub.Detokenize(detokenize).text == "<s>" + TEXT
+
+
+def test_list_models(traced: Service):
+    (model,) = traced.stub.ListModels(inference_pb2.ListModelsRequest()).models
+    assert (model.id, model.max_model_len, model.vocab_size) == ("tiny", 4096, 500)
+    assert list(model.eos_token_ids) == [EOS_TOKEN_ID]
+
+
+def test_load(traced: Service):
+    load = traced.wait_until_idle()
+    assert (load.num_blocks, load.block_size, load.num_workers) == (256, 16, 1)
+    stream = traced.stub.Generate(generate_request(TEXT, max_tokens=4000, ignore_eos=True))
+    next(stream)
+    busy = traced.load()
+    assert busy.num_requests_running == 1
+    assert busy.num_free_blocks + busy.num_cached_blocks < 256
+    stream.cancel()
+    traced.wait_until_idle()
+
+
+def test_stop_token_and_stop_string_say_which(traced: Service):
+    token_ids = read(traced.stub.Generate(generate_request(TEXT, **GREEDY))).outputs[0]
+    token = next(t for i, t in enumerate(token_ids) if i > 4 and t not in token_ids[:i])
+    request = generate_request(TEXT, stop_token_ids=[token], **GREEDY)
+    result = read(traced.stub.Generate(request))
+    assert result.outputs[0] == token_ids[: token_ids.index(token) + 1]
+    assert result.finished[0].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert result.finished[0].stop_token_id == token
+
+
+SERVICES = {
+    "router": "quire.v1.InferenceService",
+    "scheduler": "quire.v1.SchedulerService",
+    "worker": "quire.v1.WorkerService",
+}
+
+
+@pytest.mark.parametrize("process", SERVICES)
+def test_grpc_health(traced: Service, process: str):
+    with grpc.insecure_channel(f"unix:{traced.uds[process]}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICES[process]):
+            response = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("process", SERVICES)
+def test_reflection(traced: Service, process: str):
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICES[process]),
+    ]
+    with grpc.insecure_channel(f"unix:{traced.uds[process]}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, described = stub.ServerReflectionInfo(iter(requests), timeout=10)
+    names = {service.name for service in listed.list_services_response.service}
+    assert names >= {SERVICES[process], "grpc.health.v1.Health"}
+    files = [
+        FileDescriptorProto.FromString(file)
+        for file in described.file_descriptor_response.file_descriptor_proto
+    ]
+    described_names = {f"{file.package}.{s.name}" for file in files for s in file.service}
+    assert SERVICES[process] in described_names
+
+
+# --- for operators --------------------------------------------------------------------------------
+
+METRICS = {
+    "router": {
+        "quire_num_requests_live",
+        "quire_request_success_total",
+        "quire_prompt_tokens_total",
+        "quire_generation_tokens_total",
+        "quire_time_to_first_token_seconds_count",
+        "quire_inter_token_latency_seconds_count",
+        "quire_e2e_request_latency_seconds_count",
+    },
+    "scheduler": {
+        "quire_num_requests_running",
+        "quire_num_requests_waiting",
+        "quire_kv_cache_usage_perc",
+        "quire_prefix_cache_queries_total",
+        "quire_prefix_cache_hits_total",
+        "quire_num_preemptions_total",
+        "quire_request_queue_time_seconds_count",
+        "quire_step_rpc_seconds_count",
+        "quire_steps_total",
+    },
+    "worker": {"quire_worker_rows_used", "quire_worker_kv_bytes"},
+}
+
+
+@pytest.mark.parametrize("process", METRICS)
+def test_metrics(traced: Service, process: str):
+    read(traced.stub.Generate(generate_request(TEXT, **GREEDY)))
+    metrics = traced.metrics(_child(traced, process))
+    assert metrics.keys() >= METRICS[process]
+    for name in METRICS[process]:
+        if name.endswith("_count") or "tokens" in name:
+            assert metrics[name] > 0, name
+
+
+@pytest.mark.parametrize("process", SERVICES)
+def test_http_health_and_ready(traced: Service, process: str):
+    child = _child(traced, process)
+    assert traced.get_json(child, "/health")[0] == 200
+    status, body = traced.get_json(child, "/ready")
+    assert status == 200
+    assert "status" in body
+
+
+def _child(service: Service, process: str) -> Child:
+    return {"router": service.router, "scheduler": service.scheduler, "worker": service.worker}[
+        process
+    ]
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+TRACE_ID, CALLER_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_one_trace_through_all_processes(traced: Service, collector: TraceCollector, face: str):
+    trace_id = TRACE_ID[:-1] + ("1" if face == "grpc" else "2")
+    traceparent = f"00-{trace_id}-{CALLER_SPAN_ID}-01"
+    prompt = list(range(20, 60))
+    if face == "grpc":
+        request = generate_request(prompt, **GREEDY)
+        read(traced.stub.Generate(request, metadata=[("traceparent", traceparent)]))
+    else:
+        body = {"prompt": prompt, "temperature": 0, **GREEDY}
+        urllib.request.urlopen(
+            urllib.request.Request(
+                f"{traced.url}/v1/completions",
+                json.dumps(body).encode(),
+                {"traceparent": traceparent},
+            ),
+            timeout=30,
+        ).close()
+    spans = collector.wait_for(trace_id, ["request", "queue", "prefill", "decode"])
+    assert sorted((span.service, span.name) for span in spans) == [
+        ("quire-router", "request"),
+        ("quire-scheduler", "queue"),
+        ("quire-worker", "decode"),
+        ("quire-worker", "prefill"),
+    ]
+    by_name = {span.name: span for span in spans}
+    request_span = by_name["request"]
+    assert request_span.parent_span_id == CALLER_SPAN_ID
+    for name in ("queue", "prefill", "decode"):
+        assert by_name[name].parent_span_id == request_span.span_id
+        assert by_name[name].start_ns <= by_name[name].end_ns
+    # The queue ends, and the prefill begins, before and after a message between two processes.
+    assert request_span.start_ns <= by_name["queue"].start_ns
+    assert by_name["queue"].end_ns <= by_name["prefill"].start_ns
+    assert by_name["prefill"].end_ns <= by_name["decode"].start_ns
+    assert request_span.attributes["gen_ai.usage.input_tokens"] == 40
+    assert request_span.attributes["gen_ai.usage.output_tokens"] == 24
+    assert by_name["decode"].attributes["gen_ai.usage.output_tokens"] == 24

@@ -1,0 +1,207 @@
+"""When a process dies a stream pauses and goes on; when it is told to end it ends in order."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire.v1 import inference_pb2
+from tests.e2e.child import START_S, eventually
+from tests.e2e.generation import Result, generate_request, read
+from tests.e2e.service import Service
+
+NUM_TOKENS = 600
+OPTIONS = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+REQUESTS = (
+    generate_request([5], **OPTIONS),
+    generate_request(list(range(30, 130)), **OPTIONS),
+    generate_request(list(range(30, 145)), n=3, **OPTIONS),
+    generate_request([8] * 40, n=2, temperature=0.9, top_p=0.95, seed=11, **OPTIONS),
+    generate_request([9] * 17, temperature=1.0, seed=12, frequency_penalty=0.5, **OPTIONS),
+    generate_request("A quire is a gathering of pages", **OPTIONS),
+)
+NUM_BEFORE = 20
+"""So many tokens each stream has got when something dies."""
+
+
+@pytest.fixture(scope="module")
+def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A service whose processes the tests kill and start again."""
+    with Service(run_dir(), long_llama, worker=["--num-blocks=600"]) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def unfailed(own: Service) -> list[Result]:
+    """What the requests give when nothing dies."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda request: read(own.stub.Generate(request)), REQUESTS))
+
+
+class Reader:
+    """Reads a stream in a thread, and says when it has got some tokens."""
+
+    def __init__(self, service: Service, request: inference_pb2.GenerateRequest) -> None:
+        self._stream = service.stub.Generate(request, timeout=120)
+        self._pool = ThreadPoolExecutor(1)
+        self._result = Result()
+        self.is_under_way = threading.Event()
+        self.result: Future[Result] = self._pool.submit(self._read)
+
+    def _read(self) -> Result:
+        for response in self._stream:
+            self._result.add(response)
+            if len(self._result.token_ids.get(0, ())) >= NUM_BEFORE:
+                self.is_under_way.set()
+        return self._result
+
+    def close(self) -> None:
+        self._stream.cancel()
+        self._pool.shutdown()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(token_ids) for token_ids in list(self._result.token_ids.values()))
+
+
+@pytest.fixture
+def readers(own: Service, unfailed: list[Result]) -> Iterator[list[Reader]]:
+    """Streams of all the requests, under way."""
+    assert unfailed, "made before, while nothing else runs"
+    readers = [Reader(own, request) for request in REQUESTS]
+    try:
+        for reader in readers:
+            assert reader.is_under_way.wait(30)
+        yield readers
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _assert_as_unfailed(readers: list[Reader], unfailed: list[Result]) -> None:
+    for i, (reader, expected) in enumerate(zip(readers, unfailed, strict=True)):
+        result = reader.result.result(timeout=90)
+        assert result.outputs == expected.outputs, f"request {i}"
+        assert result.text == expected.text, f"request {i}"
+        assert result.usage is not None
+        assert expected.usage is not None
+        assert result.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def _num_live(readers: list[Reader]) -> int:
+    return sum(not reader.result.done() for reader in readers)
+
+
+def test_streams_survive_the_death_of_the_worker(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.worker.kill()
+    num_live = _num_live(readers)
+    own.start_worker()
+    assert num_live == len(REQUESTS), "the worker died too late to matter"
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_streams_survive_the_death_of_the_scheduler(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.scheduler.kill()
+    num_live = _num_live(readers)
+    own.wait_until_not_ready()
+    assert num_live == len(REQUESTS), "the scheduler died too late to matter"
+    assert own.get_json(own.router, "/health")[0] == 200
+    own.start_scheduler()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_streams_survive_the_death_of_scheduler_and_worker(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.scheduler.kill()
+    own.worker.kill()
+    assert _num_live(readers) == len(REQUESTS)
+    own.wait_until_not_ready()
+    own.start_scheduler()
+    own.start_worker()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_a_request_without_a_scheduler_is_unavailable(own: Service, unfailed: list[Result]):
+    own.scheduler.kill()
+    own.wait_until_not_ready()
+    with pytest.raises(grpc.RpcError) as caught:
+        next(own.stub.Generate(REQUESTS[0], timeout=10))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert own.get_json(own.router, "/ready")[0] == 503
+    own.start_scheduler()
+    own.wait_until_ready()
+    assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
+
+
+def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result]):
+    """As one that hung, and comes back when another has its workers."""
+    own.scheduler.kill()
+    own.start_scheduler("--epoch=1")
+
+    def has_ended() -> bool | None:
+        return None if own.scheduler.poll() is None else True
+
+    eventually(has_ended, "the stale scheduler exits", START_S)
+    assert own.scheduler.poll() == 3
+    own.scheduler.kill()
+    own.start_scheduler()
+    own.wait_until_ready()
+    assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
+
+
+def test_a_scheduler_that_ends_lets_live_streams_end_first(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.scheduler.signal(signal.SIGTERM)
+    _assert_as_unfailed(readers, unfailed)
+    own.scheduler.wait()
+    own.wait_until_not_ready()
+    own.start_scheduler()
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_streams_survive_a_worker_that_is_told_to_end(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.worker.stop()
+    assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
+    own.start_worker()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_a_router_that_ends_lets_live_streams_end_first(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.router.signal(signal.SIGTERM)
+    eventually(
+        lambda: own.get_json(own.router, "/ready")[0] == 503 or None, "the router is not ready"
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        next(own.stub.Generate(REQUESTS[0], timeout=10))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "draining" in caught.value.details()
+    assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
+    _assert_as_unfailed(readers, unfailed)
+    own.router.wait()
+    own.start_router()
+    own.wait_until_ready()
+    own.wait_until_idle()
+    assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs

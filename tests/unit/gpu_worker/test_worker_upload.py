@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.upload import _upload_together, upload
+
+CPU = torch.device("cpu")
+ARRAYS = [
+    np.arange(5, dtype=np.int64),
+    np.array([[1, 2, 3], [4, 5, 6]], np.int32),
+    np.zeros((0, 7), np.int32),
+    np.array([0.25]),
+    np.array([True, False, True]),
+    np.arange(24, dtype=np.float32).reshape(4, 6)[::2, 1:4],
+]
+
+
+@pytest.mark.parametrize(
+    "send", [upload, lambda arrays, device: _upload_together(arrays, device, pin=False)]
+)
+def test_what_arrives_is_what_was_sent(send):
+    tensors = send(ARRAYS, CPU)
+    for tensor, array in zip(tensors, ARRAYS, strict=True):
+        assert tensor.dtype == torch.from_numpy(array.copy()).dtype
+        assert np.array_equal(tensor.numpy(), array)
+
+
+def test_arrays_that_travel_together_are_aligned_copies():
+    tensors = _upload_together(ARRAYS, CPU, pin=False)
+    assert all(tensor.storage_offset() * tensor.element_size() % 16 == 0 for tensor in tensors)
+    tensors[0][0] = 99
+    assert ARRAYS[0][0] == 0
+
+
+@pytest.mark.gpu
+def test_arrays_arrive_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    tensors = upload(ARRAYS, torch.device("cuda"))
+    for tensor, array in zip(tensors, ARRAYS, strict=True):
+        assert np.array_equal(tensor.cpu().numpy(), array)

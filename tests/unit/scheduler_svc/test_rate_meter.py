@@ -1,0 +1,49 @@
+"""What a worker's steps tell of its pace."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.plan import StepId, StepPlan
+from scheduler_svc.core.rates import Rates
+from scheduler_svc.rate_meter import RateMeter
+
+NOTHING = np.array([], np.int32)
+
+
+def measure(*steps) -> Rates:
+    """Of steps (prompt tokens, decodes, seconds), where a full one has 100 tokens."""
+    meter = RateMeter(max_num_batched_tokens=100)
+    for num_prompt_tokens, num_decodes, _ in steps:
+        meter.sent(
+            StepPlan(
+                StepId(1),
+                *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+                num_decodes,
+                num_decodes + num_prompt_tokens,
+            )
+        )
+    for *_, execute_s in steps:
+        meter.answered(execute_s)
+    return meter.rates
+
+
+def test_nothing_is_known_before_a_step():
+    assert measure() == Rates(None, None)
+
+
+def test_a_full_step_tells_of_prompts_and_one_without_prompts_of_steps():
+    assert measure((80, 20, 0.5), (0, 7, 0.02)) == Rates(200.0, 0.02)
+
+
+def test_a_small_step_says_little_of_prompts():
+    assert measure((8, 0, 0.02), (30, 19, 0.02)) == Rates(None, None)
+
+
+def test_the_best_counts_and_is_forgotten_slowly():
+    rates = measure((100, 0, 0.5), (100, 0, 1.0), (0, 1, 0.01), (0, 1, 0.05))
+    assert rates.prefill_tokens_per_s == pytest.approx(198.0)
+    assert rates.step_s == pytest.approx(0.01 / 0.99)
+
+
+def test_a_worker_that_does_not_measure_tells_nothing():
+    assert measure((100, 0, 0.0), (0, 5, 0.0)) == Rates(None, None)
