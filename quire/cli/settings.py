@@ -1,7 +1,7 @@
 """What each subcommand is told: flags, environment variables, defaults."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
@@ -9,6 +9,16 @@ from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 from rpc.settings import ENV_PREFIX, Port, ProcessSettings
 
 Positive = Annotated[int, Field(ge=1)]
+
+_DEVICE: Final = (
+    "workers",
+    "device",
+    "dtype",
+    "kv_cache_memory_gb",
+    "gpu_memory_utilization",
+    "num_threads",
+)
+"""What only workers with a device have."""
 
 
 class UpSettings(ProcessSettings):
@@ -73,6 +83,15 @@ class UpSettings(ProcessSettings):
                 f"--device is {self.device}, which is one GPU, but --workers is {self.workers}:"
                 " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _simulation_has_no_device(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in _DEVICE if getattr(self, name) != fields[name].default]
+        if self.simulate is not None and given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"--simulate: {self.simulate}: simulated workers have no {flags}")
         return self
 
 

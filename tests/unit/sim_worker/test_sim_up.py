@@ -8,6 +8,7 @@ import pytest
 
 from quire.cli import layout
 from quire.cli.settings import UpSettings
+from rpc.settings import parse_settings
 
 
 def planned(**flags):
@@ -48,6 +49,14 @@ def test_the_sockets_are_those_that_the_process_will_have(count):
 
 def test_without_the_flag_the_workers_are_real():
     assert [spec.argv[2] for spec in planned(workers=2).specs[:2]] == ["gpu_worker"] * 2
+
+
+def test_flags_that_only_a_device_has_are_refused(capsys):
+    argv = ["--simulate", "4", "--device", "cpu", "--num-threads", "2"]
+    with pytest.raises(SystemExit):
+        parse_settings(UpSettings, "quire up", argv)
+    expected = "--simulate: 4: simulated workers have no --device, --num-threads"
+    assert expected in capsys.readouterr().err
 
 
 def test_it_imports_without_torch():

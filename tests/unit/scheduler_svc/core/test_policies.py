@@ -208,13 +208,15 @@ def test_a_tenant_that_took_much_and_left_is_remembered():
     assert (policy.debt("steady"), policy.debt("burst")) == (0, 1000)
 
 
-def test_tenants_that_come_once_are_forgotten():
+def test_tenants_that_come_once_are_forgotten_and_those_that_took_much_are_not():
     policy = TenantFair()
+    policy.served("burst", 1_000_000, 0)
     for index in range(10_000):
         policy.began_waiting(f"tenant {index}")
         policy.served(f"tenant {index}", 10, 0)
         policy.stopped_waiting(f"tenant {index}")
-    assert len(policy._counters) <= 1025
+    assert len(policy._counters) <= 1026
+    assert policy.debt("burst") == 1_000_000
 
 
 def test_combined_is_by_level_then_tenant_then_deadline():
@@ -406,6 +408,14 @@ def test_what_short_ones_leave_a_long_prompt_gets():
     worker.step()
     worker.step()
     assert worker.chunks[:2] == [{0: 13, 1: 3}, {0: 16}]
+
+
+def test_what_is_left_over_does_not_exceed_the_largest_chunk():
+    core = make_core(max_num_batched_tokens=16, long_prefill_threshold=8, max_prefill_chunk=10)
+    core.submit(request(0, num_tokens=60), 0.0)
+    worker = Worker(core)
+    worker.step()
+    assert worker.chunks == [{0: 10}]
 
 
 def test_short_prompts_overtake_a_long_one_that_waits_for_another():
