@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire.v1 import recording_pb2
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError, RequestRefusedError
 from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
@@ -23,7 +23,7 @@ from scheduler_svc.recording import Recordings, RecordingScheduler
 from scheduler_svc.replay import replay
 from scheduler_svc.replay_report import describe, describe_plan
 from scheduler_svc.wire.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
-from tests.property.oracle import OracleWorker
+from tests.property.oracle import BROKEN, OracleWorker
 
 CONFIG = SchedulerConfig(
     num_blocks=10,
@@ -45,7 +45,11 @@ class Driver:
         self.dice = random.Random(seed)
         config = core.config
         self.worker = OracleWorker(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+            config.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.num_host_blocks,
         )
         self.unanswered = deque()
         self.now = 100.0
@@ -94,6 +98,16 @@ class Driver:
             self.core.update(self.unanswered.popleft())
 
 
+class DriverOfBadMemory(Driver):
+    """A driver whose worker's host blocks go bad."""
+
+    def schedule(self):
+        if self.dice.random() < 0.2:
+            host = self.worker.host
+            host[self.dice.randrange(len(host))] = [BROKEN] * self.core.config.block_size
+        super().schedule()
+
+
 def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):
     """Record a random run; give the file and who drove it."""
     with Recordings(folder, max_bytes, epoch=7) as records, records.open_core(INFO, config) as core:
@@ -106,6 +120,28 @@ def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     return record(tmp_path_factory.mktemp("recording"))
+
+
+def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
+    config = replace(
+        CONFIG, num_host_blocks=6, preemption_mode=PreemptionMode.SWAP, max_swap_blocks=2
+    )
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
+        driver = DriverOfBadMemory(core, seed=1)
+        driver.run(600)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.origin.config == config
+    assert result.load == driver.core.load()
+    load, preemptions = result.load, result.preemptions
+    assert min(load.num_swapped_in_blocks, load.num_demoted_blocks, load.num_promoted_blocks) > 0
+    assert any(preemption.num_host_blocks for preemption in preemptions)
+    assert any(preemption.has_failed_swap_in for preemption in preemptions)
+    text = "\n".join(describe(result))
+    assert "is not what was swapped out" in text
+    assert "host block" in text
 
 
 def replay_bytes(content, **options):
