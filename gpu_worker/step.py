@@ -69,7 +69,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """What changes before a step and what it computes; the parts apply in this order."""
+    """What changes before a step and what it computes; the order is that of worker.proto."""
 
     step_id: int
     num_decodes: int
@@ -79,19 +79,20 @@ class StepInput:
     appended_rows: Int32Array = field(default_factory=_no_ints)
     """Rows that get one more block, parallel to `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=_no_ints)
-    swap_out_src_block_ids: Int32Array = field(default_factory=_no_ints)
-    """Device blocks whose contents go to host blocks, `swap_out_dst_block_ids`, first of all."""
-    swap_out_dst_block_ids: Int32Array = field(default_factory=_no_ints)
-    swap_in_src_block_ids: Int32Array = field(default_factory=_no_ints)
-    """Host blocks whose contents go to device blocks, `swap_in_dst_block_ids`, by the time that the
-    next step computes."""
-    swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
     copy_src_block_ids: Int32Array = field(default_factory=_no_ints)
     """Blocks whose contents go to `copy_dst_block_ids` before anything is computed."""
     copy_dst_block_ids: Int32Array = field(default_factory=_no_ints)
     chunk_rows: Int32Array = field(default_factory=_no_ints)
     """Rows that compute `chunk_lens` known tokens each."""
     chunk_lens: Int32Array = field(default_factory=_no_ints)
+    swap_out_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks whose contents go to host blocks, `swap_out_dst_block_ids`, before any
+    other move of blocks."""
+    swap_out_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    swap_in_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose contents go to device blocks, `swap_in_dst_block_ids`, by the time that the
+    next step computes."""
+    swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

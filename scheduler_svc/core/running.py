@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -229,9 +230,9 @@ class RunningSet:
             self._prefilling.remove(seq)
         if seq.loading_block_ids:
             del self._loading[seq.seq_id]
-            self._tier.cancel_swap_ins(
-                block for block in seq.loading_block_ids if self._pool.ref_count(block) == 1
-            )
+            others = (other.loading_block_ids for other in self._loading.values())
+            still_wanted = set(chain.from_iterable(others))
+            self._tier.cancel_swap_ins(set(seq.loading_block_ids) - still_wanted)
         held = seq.block_ids if seq.copy_from is None else [*seq.block_ids, seq.copy_from]
         if seq.announced:
             self._released_rows.append(seq.row)

@@ -272,6 +272,24 @@ def test_equal_prompts_that_arrive_together_are_promoted_once():
     assert core.load().num_swapped_in_blocks == 2
 
 
+def test_a_swap_in_that_two_waited_for_is_called_off_with_the_second():
+    core = make_core(num_blocks=8, num_host_blocks=8, max_swap_blocks=2)
+    for key, length in enumerate((16, 16, 8, 8)):
+        run_alone(core, key, [key] * length)
+    submit(core, 10, [0] * 17)
+    submit(core, 11, [0] * 17)
+    plan = schedule(core)
+    while not ins(plan):
+        answer(core, plan)
+        plan = schedule(core)
+    assert len(ins(plan)) == 2, "and two wait"
+    for key in (10, 11):
+        assert core._tier.has_moves
+        core.cancel(ROUTER, [key])
+        check(core)
+    assert not core._tier.has_moves
+
+
 def test_a_corrupt_block_of_the_cache_is_not_found_again():
     core, plan = make_demoted()
     answer(core, plan, 0)
