@@ -324,3 +324,53 @@ def test_while_swap_ins_wait_what_growth_evicts_is_lost_so_that_they_can_go():
     assert (len(outs(plan)), len(ins(plan))) == (0, 2)
     answer(core, plan, 0)
     assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
+
+
+def test_a_failed_swap_in_takes_the_forks_with_it():
+    core = make_core(num_blocks=8, num_host_blocks=8)
+    for key, length in enumerate((16, 16, 8, 8)):
+        run_alone(core, key, [key] * length)
+    submit(core, 10, [0] * 18, n=2)
+    while not ins(plan := schedule(core)):
+        answer(core, plan)
+    following = schedule(core)
+    assert core.load().num_running == 2, "forked in the step that computes the prompt"
+    answer(core, plan, failed_blocks=list(ins(plan).values())[:1])
+    assert core.load().num_preemptions == 2
+    answer(core, following, new(following)[0][0])
+    plan = schedule(core)
+    assert new(plan)[0][1] == 0
+
+
+def test_what_comes_of_a_prompt_that_breaks_the_model_is_forgotten_by_the_host_too():
+    core, plan = make_demoted()
+    answer(core, plan, 0)
+    core.cancel(ROUTER, [1])
+    submit(core, 2, [1] * 13, max_tokens=2)
+    while not new(plan := schedule(core)):
+        answer(core, plan)
+    ((row, num_computed, _),) = new(plan)
+    assert num_computed == 12
+    assert core.load().num_cached_host_blocks > 0
+    cached = core.load().num_cached_host_blocks
+    answer(core, plan, failed=[row])
+    assert core.load().num_cached_host_blocks == cached - 2
+    submit(core, 3, [1] * 13, max_tokens=1)
+    while not new(plan := schedule(core)):
+        answer(core, plan)
+    assert new(plan)[0][1] == 0
+
+
+def test_while_swap_ins_wait_nobody_is_admitted_who_would_evict():
+    core = make_core(num_blocks=12, num_host_blocks=8, max_swap_blocks=2)
+    for key, length in enumerate((16, 16, 16, 8, 8)):
+        run_alone(core, key, [key] * length)
+    submit(core, 10, [0] * 17)
+    while not ins(plan := schedule(core)):
+        answer(core, plan)
+    submit(core, 11, [9] * 8)
+    answer(core, plan)
+    plan = schedule(core)
+    assert (len(ins(plan)), new(plan)) == (2, [])
+    answer(core, plan)
+    assert len(new(schedule(core))) == 2
