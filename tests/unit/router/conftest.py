@@ -56,11 +56,16 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
     health = Health()
     ready = asyncio.Event()
     health.on_change(lambda: ready.set() if health.ready else ready.clear())
-    client = SchedulerClient(scheduler.target, router_id="test", health=health, max_message_mb=4)
-    task = asyncio.create_task(client.run())
-    inference = Inference(
-        "tiny", load_tokenizer(model_dir), client, max_live_requests=3, tokenizer_threads=1
+    tokenizer = load_tokenizer(model_dir)
+    client = SchedulerClient(
+        scheduler.target,
+        router_id="test",
+        num_token_ids=len(tokenizer.table.pieces),
+        health=health,
+        max_message_mb=4,
     )
+    task = asyncio.create_task(client.run())
+    inference = Inference("tiny", tokenizer, client, max_live_requests=3, tokenizer_threads=1)
     await ready.wait()
     yield Router(inference, scheduler, health, ready)
     inference.close()

@@ -26,6 +26,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.submits = asyncio.Queue()
         self.cancels = asyncio.Queue()
         self.routers = asyncio.Queue()
+        self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
@@ -60,7 +61,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _welcome(self):
         model = common_pb2.ModelInfo(
-            id="weights",
+            id=self.model_id,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=self.vocab_size,
             eos_token_ids=[EOS],

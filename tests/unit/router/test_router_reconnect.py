@@ -89,7 +89,10 @@ async def test_requests_that_ended_while_there_was_no_scheduler_are_not_submitte
         await request.aclose()
 
 
-async def test_a_full_queue_does_not_undo_an_acceptance(router):
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE], ids=["full", "drain"]
+)
+async def test_a_full_queue_or_a_drain_does_not_undo_an_acceptance(router, code):
     live, submit = await start(router)
     key = submit.first_seq_key
     await router.scheduler.step({key: [70]})
@@ -97,9 +100,7 @@ async def test_a_full_queue_does_not_undo_an_acceptance(router):
     await lose_scheduler(router)
     await router.scheduler.start()
     again = await router.scheduler.submits.get()
-    await router.scheduler.refuse(
-        key, grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=0.01
-    )
+    await router.scheduler.refuse(key, code, "not now", retry_after_s=0.01)
     assert await router.scheduler.submits.get() == again
     await router.scheduler.step({key: [71]}, finished={key: LENGTH})
     delta, finished, _ = [event async for event in live]
@@ -114,23 +115,57 @@ async def test_a_refusal_after_acceptance_is_the_end_of_each_output(router):
     await lose_scheduler(router)
     await router.scheduler.start()
     await router.scheduler.submits.get()
-    await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.UNAVAILABLE, "no room")
+    await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.INTERNAL, "a bug")
     finished, _ = [event async for event in live]
     assert finished.reason is FinishReason.ERROR
-    assert finished.error.retryable
-    assert finished.error.message == "no room"
+    assert not finished.error.retryable
+    assert finished.error.message == "a bug"
 
 
-async def test_another_vocabulary_ends_live_requests_instead_of_continuing_in_nonsense(router):
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 501), ("model_id", "others")])
+async def test_another_model_ends_live_requests_instead_of_continuing_in_nonsense(
+    router, name, value
+):
     live, submit = await start(router)
     await router.scheduler.step({submit.first_seq_key: [70]})
     assert isinstance(await anext(live), OutputDelta)
     await lose_scheduler(router)
-    router.scheduler.vocab_size += 1
+    setattr(router.scheduler, name, value)
     await router.scheduler.start()
     finished, _ = [event async for event in live]
     assert finished.reason is FinishReason.ERROR
     assert router.scheduler.submits.empty()
+    await router.ready.wait()  # the new model is served
+
+
+async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
+    live, submit = await start(router)
+    await router.scheduler.step({submit.first_seq_key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+    await lose_scheduler(router)
+    num_tokens = len(router.inference._tokenizer.table.pieces)
+    router.scheduler.vocab_size = num_tokens - 1
+    refused = asyncio.Event()
+    router.health.on_change(
+        lambda: refused.set() if "tokenizer" in router.health.status else refused.clear()
+    )
+    await router.scheduler.start()
+    finished, _ = [event async for event in live]
+    assert finished.error.retryable
+    await refused.wait()
+    assert not router.health.ready
+    words = f"{num_tokens} token ids.*'weights'.* {num_tokens - 1}"
+    with pytest.raises(UnavailableError, match=words):
+        await router.inference.generate(GenerateRequest(prompt="a"))
+    with pytest.raises(UnavailableError, match=words):
+        await router.inference.load()
+    assert router.inference.models() == ()
+
+    await router.scheduler.stop()
+    router.scheduler.vocab_size = num_tokens  # as many as it needs
+    await router.scheduler.start()
+    await router.ready.wait()
+    (await start(router))[0]._close()
 
 
 async def test_a_scheduler_that_breaks_the_contract_is_left_and_tried_again(router):

@@ -1,0 +1,41 @@
+"""A router whose scheduler client breaks, which is a bug: it ends, and at once."""
+
+import asyncio
+
+import pytest
+from router_fake_scheduler import FakeScheduler
+
+from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router.app import run_router
+from router.scheduler_client import SchedulerClient
+from router.settings import RouterSettings
+from rpc.channel import open_channel
+
+
+async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
+    model_dir, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(SchedulerClient, "_hear_step", fail)
+    scheduler = FakeScheduler(tmp_path / "s")
+    await scheduler.start()
+    uds = tmp_path / "r"
+    settings = RouterSettings(
+        model=model_dir, scheduler=scheduler.target, uds=uds, http_port=0, drain_s=1000
+    )
+    task = asyncio.create_task(run_router(settings))
+    async with open_channel(f"unix:{uds}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        await scheduler.routers.get()
+        call = stub.Generate(inference_pb2.GenerateRequest(text="hello"), wait_for_ready=True)
+        submit = await scheduler.submits.get()
+        await scheduler.step({submit.first_seq_key: [70]})
+        async with asyncio.timeout(20):
+            responses = [response async for response in call]
+            with pytest.raises(RuntimeError, match="a bug"):
+                await task
+    assert responses[0].finished.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert responses[0].finished.error.retryable
+    await scheduler.stop()
