@@ -2,7 +2,7 @@
 
 import sys
 
-from gpu_worker.app import run_worker
+from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.json_fields import ModelError
 from gpu_worker.settings import WorkerSettings
 from rpc import logs, telemetry
@@ -17,7 +17,7 @@ def main() -> None:
     telemetry.configure("quire-worker", settings)
     try:
         run(run_worker(settings))
-    except ModelError as error:
+    except (ModelError, StepsFailedError) as error:
         sys.stderr.write(f"quire-worker: {error}\n")
         raise SystemExit(1) from None
 

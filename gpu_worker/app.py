@@ -19,6 +19,10 @@ class _GaveUpError(Exception):
     """The process ends before the model is loaded."""
 
 
+class StepsFailedError(Exception):
+    """No step can run in this process any more; a new one may find the device well."""
+
+
 async def run_worker(
     settings: WorkerSettings,
     *,
@@ -32,11 +36,14 @@ async def run_worker(
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+        StepsFailedError: the device failed; the scheduler was told, as by any other drain.
     """
+    stop = stop if stop is not None else asyncio.Event()
     health = Health()
     health.set_starting("loading torch")
     service = WorkerService()
     step_loop: StepLoop | None = None
+    watch: asyncio.Task[None] | None = None
     gave_up = threading.Event()
 
     def report(status: str, progress: float | None) -> None:
@@ -45,10 +52,12 @@ async def run_worker(
         health.set_starting(status, progress)
 
     async def start(addresses: Addresses) -> None:
-        nonlocal step_loop
+        nonlocal step_loop, watch
         event_loop = asyncio.get_running_loop()
         info, steps = await asyncio.to_thread(_load, settings, report, event_loop)
         step_loop = steps
+        watch = asyncio.create_task(steps.wait_failed(), name="failure of the steps")
+        watch.add_done_callback(lambda _: stop.set())
         health.add_liveness("steps", steps.problem)
         service.open(info, steps)
         health.set_ready()
@@ -66,8 +75,12 @@ async def run_worker(
         )
     finally:
         gave_up.set()
+        if watch is not None:
+            watch.cancel()
         if step_loop is not None:
             await step_loop.stop()
+    if step_loop is not None and step_loop.failure is not None:
+        raise StepsFailedError(step_loop.failure)
 
 
 def _load(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc.aio
@@ -51,6 +51,7 @@ class _Execution:
     results: ResultStream
     attachment: _Attachment | None = None
     """Whose steps it sends; known from its first batch."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Steps(Protocol):
@@ -85,10 +86,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info, self._steps = info, steps
 
     async def drain(self) -> None:
-        """Refuse new steps and end each stream after the results that it owes."""
+        """Refuse new steps, and wait until each stream has ended after the results it owes."""
         self._is_draining = True
-        for execution in self._executions:
+        executions = tuple(self._executions)
+        for execution in executions:
             execution.results.end(UnavailableError("the worker is draining"))
+        for execution in executions:
+            await execution.ended.wait()
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
@@ -119,13 +123,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         _log.info("attached", epoch=request.epoch, scheduler_id=request.scheduler_id)
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
 
+    # Writing rather than yielding: a generator that is left at a `yield` when the scheduler goes is
+    # closed whenever its garbage is collected, and until then its stream would not count as ended.
     async def Execute(  # noqa: N802 - the proto's name
         self,
         request_iterator: AsyncIterator[worker_pb2.StepBatch],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[worker_pb2.StepResult]:
+    ) -> None:
         """Execute the batches in order and answer each with its result."""
-        del context
         execution = _Execution(ResultStream())
         self._executions.add(execution)
         reader = asyncio.create_task(self._read(request_iterator, execution))
@@ -133,11 +138,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             async for output in execution.results.results():
                 assert execution.attachment is not None, "a result without a batch"
                 execution.attachment.done_step_id = output.step_id
-                yield step_output_to_proto(output, execution.attachment.epoch)
+                await context.write(step_output_to_proto(output, execution.attachment.epoch))
         finally:
             reader.cancel()
             execution.results.close()
             self._executions.remove(execution)
+            execution.ended.set()
 
     async def DescribeDevice(  # noqa: N802 - the proto's name
         self,

@@ -5,10 +5,12 @@ two calls of `Attach`; steps of any but the newest are dropped.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -24,6 +26,8 @@ _POLL_S = 0.0002
 """How often a GPU's progress is looked at while no step waits."""
 _STUCK_S = 120.0
 """A step that takes longer is taken for stuck: long prefills on a CPU must not be."""
+_STOP_S = 5.0
+"""What `stop` leaves to a step that runs; a device that hangs must not keep the process."""
 
 _T = TypeVar("_T")
 
@@ -60,7 +64,8 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._busy_since_s: float | None = None
-        self._device_failure: str | None = None
+        self._failure: str | None = None
+        self._failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._thread.start()
 
@@ -85,14 +90,28 @@ class StepLoop:
         return result
 
     async def stop(self) -> None:
-        """End the thread; steps that have no result yet get none."""
+        """End the thread; steps that have no result yet get none.
+
+        A thread that does not end within seconds is left behind: it ends with the process.
+        """
         self._jobs.put(_Stop())
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STOP_S)
+        if self._thread.is_alive():
+            _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
+
+    async def wait_failed(self) -> None:
+        """Wait until no step can run any more: only a new process can mend that."""
+        await self._failed.wait()
+
+    @property
+    def failure(self) -> str | None:
+        """Why no step can run any more; None: they can."""
+        return self._failure
 
     def problem(self) -> str | None:
         """A liveness check: what is wrong, or None."""
-        if self._device_failure is not None:
-            return f"the device failed: {self._device_failure}"
+        if self._failure is not None:
+            return self._failure
         if not self._thread.is_alive():
             return "the step loop has ended"
         busy_since_s = self._busy_since_s
@@ -101,6 +120,14 @@ class StepLoop:
         return None
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - nobody is above; the process ends
+            _log.error("the step loop failed", exc_info=error)
+            self._give_up(f"the step loop failed: {error}")
+            self._answer_all(error)
+
+    def _work(self) -> None:
         self._executor.bind_thread()
         while True:
             job = self._next_job() if self._pending else self._jobs.get()
@@ -118,10 +145,21 @@ class StepLoop:
                     return
             self._busy_since_s = time.monotonic() if self._pending else None
 
+    def _answer_all(self, error: Exception) -> None:
+        """Let nobody wait for what will not come, until `stop`."""
+        for step, _ in self._pending:
+            self._tell(step.result, error)
+        while not isinstance(job := self._jobs.get(), _Stop):
+            match job:
+                case _Attach():
+                    self._tell(job.done, error)
+                case _Step():
+                    self._tell(job.result, error)
+
     def _next_job(self) -> _Job | None:
         """The next job, or None as soon as the oldest launched step is done."""
         _, oldest = self._pending[0]
-        while not oldest.is_done():
+        while not _is_done(oldest):
             try:
                 return self._jobs.get(timeout=_POLL_S)
             except queue.Empty:
@@ -155,20 +193,45 @@ class StepLoop:
     def _reset(self, job: _Attach) -> None:
         while self._pending:
             self._collect()
-        self._executor.reset()
+        try:
+            self._executor.reset()
+        except Exception as error:  # noqa: BLE001 - it is the caller's who attaches
+            self._note_device_failure(error)
+            self._attachment = None
+            self._tell(job.done, error)
+            return
         metrics.ROWS_USED.set(0)
         self._attachment = job.attachment
         self._tell(job.done, None)
 
     def _fail(self, job: _Step, error: Exception) -> None:
         _log.error("step failed", step_id=job.step.step_id, exc_info=error)
-        if isinstance(error, torch.AcceleratorError):
-            self._device_failure = str(error)
         self._attachment = None
         self._tell(job.result, error)
+        self._note_device_failure(error)
+
+    def _note_device_failure(self, error: Exception) -> None:
+        """No call to a device succeeds after one that failed so."""
+        if isinstance(error, torch.AcceleratorError):
+            self._give_up(f"the device failed: {error}")
+
+    def _give_up(self, failure: str) -> None:
+        self._failure = self._failure or failure
+        self._call(self._failed.set)
 
     def _tell(self, future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
-        self._event_loop.call_soon_threadsafe(_settle, future, outcome)
+        self._call(lambda: _settle(future, outcome))
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed, and this thread was left behind
+            self._event_loop.call_soon_threadsafe(callback)
+
+
+def _is_done(launched: LaunchedStep) -> bool:
+    try:
+        return launched.is_done()
+    except Exception:  # noqa: BLE001 - the device failed: collecting the step tells
+        return True
 
 
 def _settle(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:

@@ -232,6 +232,8 @@ def _require_parallel(field: str, values: Int32Array, other: str, others: Int32A
 
 
 def _require_range(field: str, values: Int32Array, least: int, most: int) -> None:
+    if not values.size:  # most fields of most batches: numpy takes 20 µs to find that out
+        return
     wrong = (values < least) | (values > most)
     if wrong.any():
         value = values[np.argmax(wrong)]

@@ -2,15 +2,15 @@
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from scheduler_svc.core.block_hash import extend_chain, root_hash
-from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_tier import HostTier
+from scheduler_svc.core.kv_lookup import FoundKv
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.policy import Rank
@@ -19,20 +19,6 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.step_wheel import StepWheel
 from scheduler_svc.core.steps_in_flight import StepsInFlight
-
-
-@dataclass(frozen=True, slots=True)
-class FoundKv:
-    """KV that a sequence need not compute: the blocks of its table's beginning, tier by tier."""
-
-    ready: list[DeviceBlockId]
-    """Blocks that it shares."""
-    loading: list[DeviceBlockId]
-    """Blocks that it shares and that are being swapped in."""
-    sources: list[HostBlockId]
-    """Blocks to be swapped in for it."""
-    num_tokens: int
-    """Tokens whose KV they hold; the last source may be partly filled."""
 
 
 class RunningSet:

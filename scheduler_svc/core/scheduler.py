@@ -15,11 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler_svc.core.acceptance import check_deadline, check_length
-from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.host_tier import HostTier
+from scheduler_svc.core.kv_lookup import KvLookup
+from scheduler_svc.core.long_prefills import LongPrefillLimit
 from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
@@ -27,7 +28,7 @@ from scheduler_svc.core.policies.policy import Place, Rank, rank
 from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.rows import Rows
-from scheduler_svc.core.running import FoundKv, RunningSet
+from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -47,15 +48,13 @@ class Scheduler:
         self._pool = BlockPool(
             config.num_blocks, DeviceBlockId, on_evict=self._tier.demote if has_host else None
         )
+        self._lookup = KvLookup(config, self._pool, self._tier)
         self._rows = Rows(config.max_num_seqs, self.max_request_len)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
         self._policy = make_policy(config.policy, config.policy_args)
-        threshold = config.long_prefill_threshold
-        self._long_prefill_threshold = (
-            config.max_num_batched_tokens // 2 if threshold is None else threshold
-        )
-        self._waiting = WaitingQueue(self._policy, self._long_prefill_threshold)
+        self._long_prefills = LongPrefillLimit(config)
+        self._waiting = WaitingQueue(self._policy, self._long_prefills.threshold)
         self._expired: list[Finished] = []  # their sources have not heard of it yet
         self._num_siblings = 0
         self._live: dict[SourceId, dict[int, Sequence]] = {}
@@ -106,7 +105,7 @@ class Scheduler:
         Raises:
             DeadlineError: It could not, even if nothing else ran.
         """
-        check_deadline(request, now, rates, lambda: self._num_cached_tokens(request))
+        check_deadline(request, now, rates, lambda: self._lookup.num_cached_tokens(request))
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """End sequences early; keys that are not live are ignored.
@@ -267,9 +266,10 @@ class Scheduler:
         while draft.budget and self._rows.num_free:
             if (seq := self._waiting.first(may_be_long=may_be_long)) is None:
                 return
-            found = self._find(seq)
+            found = self._lookup.find(seq)
             num_tokens = len(seq.token_ids)
-            if not self._may_start(num_tokens - found.num_tokens):
+            num_left = num_tokens - found.num_tokens
+            if not self._long_prefills.may_start(num_left, self._running.prefilling):
                 may_be_long = False
                 continue
             num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
@@ -290,39 +290,6 @@ class Scheduler:
             self._tell_admitted(seq, found.num_tokens, draft.now)
             self._prefill(seq, draft)
 
-    def _num_cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a prompt the prefix cache has, of all but the last."""
-        if not self.config.enable_prefix_caching:
-            return 0
-        block_size = self.config.block_size
-        hashes: list[BlockHash] = []
-        tokens = request.prompt_token_ids[:-1]
-        extend_chain(hashes, root_hash(request.cache_salt), tokens, block_size)
-        num_found = len(self._pool.find(hashes))
-        loading, sources = self._tier.find(hashes[num_found:])
-        return (num_found + len(loading) + len(sources)) * block_size
-
-    def _find(self, seq: Sequence) -> FoundKv:
-        """Look up what a queued sequence need not compute; changes nothing.
-
-        At least one token is left to compute: its logits are needed.
-        """
-        block_size = self.config.block_size
-        is_swapped = seq.status is SeqStatus.SWAPPED
-        num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
-        ready: list[DeviceBlockId] = []
-        hashes: list[BlockHash] = []
-        if self.config.enable_prefix_caching:
-            root = root_hash(seq.request.cache_salt)
-            extend_chain(seq.block_hashes, root, seq.token_ids, block_size)
-            hashes = seq.block_hashes[: num_known // block_size]
-            ready = self._pool.find(hashes)
-        if is_swapped:
-            return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
-        loading, sources = self._tier.find(hashes[len(ready) :])
-        num_found = len(ready) + len(loading) + len(sources)
-        return FoundKv(ready, loading, sources, num_found * block_size)
-
     def _has_room(self, num_blocks: int) -> bool:
         """Whether a sequence may start that takes so many of the free blocks.
 
@@ -331,16 +298,6 @@ class Scheduler:
         reserve = int(self.config.watermark * self.config.num_blocks) if self._running else 0
         return num_blocks + reserve <= self._pool.num_free
 
-    def _is_long(self, num_tokens: int) -> bool:
-        return 0 < self._long_prefill_threshold < num_tokens
-
-    def _may_start(self, num_tokens: int) -> bool:
-        """Whether so many tokens are not long, or there is room for a long prefill."""
-        if not self._is_long(num_tokens):
-            return True
-        num_long = sum(self._is_long(seq.num_tokens_left) for seq in self._running.prefilling)
-        return num_long < self.config.max_long_prefills
-
     def _prefill(self, seq: Sequence, draft: PlanDraft) -> None:
         """Compute known tokens of a sequence; a long one leaves half of the budget to others.
 
@@ -348,7 +305,7 @@ class Scheduler:
         """
         if seq.loading_block_ids and not self._running.is_loaded(seq):
             return
-        if self._is_long(seq.num_tokens_left):
+        if self._long_prefills.is_long(seq.num_tokens_left):
             draft.long_prefills.append(seq)
             self._compute_chunk(seq, draft, -(-draft.budget // 2))
         else:

@@ -2,13 +2,15 @@ import asyncio
 import json
 
 import aiohttp
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
 from gpu_worker import device, memory
-from gpu_worker.app import run_worker
+from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.executor import Executor
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import block_bytes
@@ -92,6 +94,23 @@ async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (20, 16, 64)
     assert info.block_bytes == block_bytes(load_model_config(model), 16, torch.float32)
     assert (info.device, info.dtype) == ("cpu", "float32")
+
+
+async def test_a_worker_whose_device_fails_tells_its_scheduler_and_ends(
+    model, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise torch.AcceleratorError("device-side assert")
+
+    async def drive(addresses):
+        monkeypatch.setattr(Executor, "collect", fail)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(addresses.grpc, [5, 6, 7, 8], 1)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        await asyncio.Event().wait()  # the worker ends by itself
+
+    with pytest.raises(StepsFailedError, match="the device failed: device-side assert"):
+        await run_worker(settings(model, tmp_path), on_started=drive)
 
 
 def expected_tokens(model, prompt, count):

@@ -3,13 +3,14 @@ import contextlib
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from gpu_worker.executor import Executor
 from gpu_worker.server import WorkerService
-from gpu_worker.step import Limits
+from gpu_worker.step import Limits, StepOutput
 from gpu_worker.step_loop import StepLoop
 from gpu_worker.worker_info import WorkerInfo
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -275,6 +276,52 @@ async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worke
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.attach(2)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class SlowSteps:
+    """Steps whose results come when the test says so."""
+
+    num_rows_used = 0
+
+    def __init__(self):
+        self.results = []
+
+    async def attach(self, attachment):
+        pass
+
+    def submit(self, attachment, step):
+        self.results.append(asyncio.get_running_loop().create_future())
+        return self.results[-1]
+
+
+async def test_draining_waits_for_the_steps_that_run(tmp_path):
+    service, steps = WorkerService(), SlowSteps()
+    service.open(INFO, steps)
+    async with served(service, tmp_path / "worker.sock") as stub:
+        await stub.Attach(worker_pb2.AttachRequest(epoch=1))
+        call = stub.Execute()
+        await call.write(first_batch())
+        async with asyncio.timeout(10):
+            while not steps.results:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0)
+        drain = asyncio.create_task(service.drain())
+        with pytest.raises(grpc.aio.AioRpcError):  # a round trip: the drain has begun
+            await stub.Attach(worker_pb2.AttachRequest(epoch=2))
+        assert not drain.done()
+        none = np.empty(0, np.int32)
+        steps.results[0].set_result(StepOutput(1, none, none, none, none, (), 3, 0.1))
+        assert (await call.read()).step_id == 1
+        await drain
+        assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_stream_whose_scheduler_went_while_it_wrote_holds_up_no_drain(worker):
+    await worker.attach(1)
+    call = worker.stub.Execute()
+    await call.write(first_batch())
+    call.cancel()
+    await worker.service.drain()
+    assert not worker.service._executions
 
 
 @pytest.mark.parametrize("event", ["drain", "attach"])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.step_loop import StepLoop
@@ -18,9 +19,16 @@ class FakeLaunched:
     def __init__(self, step_id):
         self.step_id = step_id
         self.finished = threading.Event()
+        self.error = None
 
     def is_done(self):
+        if self.error is not None:
+            raise self.error
         return self.finished.is_set()
+
+    def fail(self, error):
+        self.error = error
+        self.finished.set()
 
 
 class FakeExecutor:
@@ -31,10 +39,12 @@ class FakeExecutor:
         self.rows = SimpleNamespace(num_used=0)
         self.log = []
         self.launched = {}
+        self.bind_error = self.reset_error = None
         self._changed = threading.Condition()
 
     def bind_thread(self):
-        pass
+        if self.bind_error is not None:
+            raise self.bind_error
 
     def launch(self, step):
         if step.num_decodes == 13:
@@ -46,10 +56,14 @@ class FakeExecutor:
 
     def collect(self, launched):
         launched.finished.wait()
+        if launched.error is not None:
+            raise launched.error
         self._write(("collect", launched.step_id))
         return StepOutput(launched.step_id, NONE, NONE, NONE, NONE, (), 1, 0.5)
 
     def reset(self):
+        if self.reset_error is not None:
+            raise self.reset_error
         self._write("reset")
 
     async def saw(self, entry):
@@ -147,5 +161,58 @@ async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypat
     step = loop.submit(0, StepInput(1, 0))
     await executor.saw(("launch", 1))
     assert "a step has taken" in loop.problem()
+    executor.launched[1].finished.set()
+    await step
+
+
+async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop):
+    step = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    executor.launched[1].fail(torch.AcceleratorError("device-side assert"))
+    with pytest.raises(torch.AcceleratorError):
+        await step
+    await loop.wait_failed()
+    assert loop.problem() == loop.failure == "the device failed: device-side assert"
+
+
+async def test_a_device_that_fails_at_attach_is_told_of(executor, loop):
+    executor.reset_error = torch.AcceleratorError("an illegal memory access")
+    with pytest.raises(torch.AcceleratorError):
+        await loop.attach(1)
+    await loop.wait_failed()
+    with pytest.raises(UnavailableError):
+        await loop.submit(1, StepInput(1, 0))
+
+
+async def test_a_step_that_fails_by_itself_is_no_failure_of_the_loop(executor, loop):
+    step = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    executor.launched[1].fail(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        await step
+    assert loop.failure is None
+
+
+async def test_nobody_waits_for_a_loop_that_failed():
+    executor = FakeExecutor()
+    executor.bind_error = RuntimeError("no such device")
+    loop = StepLoop(executor, asyncio.get_running_loop())
+    with pytest.raises(RuntimeError, match="no such device"):
+        await loop.attach(0)
+    with pytest.raises(RuntimeError, match="no such device"):
+        await loop.submit(0, StepInput(1, 0))
+    assert loop.problem() == "the step loop failed: no such device"
+    await loop.stop()
+
+
+async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypatch):
+    monkeypatch.setattr("gpu_worker.step_loop._STOP_S", 0.05)
+    executor.max_in_flight = 1  # so that the loop collects the step at once
+    loop = StepLoop(executor, asyncio.get_running_loop())
+    await loop.attach(0)
+    step = loop.submit(0, StepInput(1, 0))
+    await executor.saw(("launch", 1))
+    await loop.stop()
+    assert not step.done()
     executor.launched[1].finished.set()
     await step
