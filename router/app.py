@@ -38,6 +38,7 @@ async def run_router(
     scheduler = SchedulerClient(
         settings.scheduler,
         router_id=f"{socket.gethostname()}:{os.getpid()}",
+        num_token_ids=len(tokenizer.table.pieces),
         health=health,
         max_message_mb=settings.max_message_mb,
     )

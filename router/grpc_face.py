@@ -87,29 +87,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, _: _Context
     ) -> inference_pb2.TokenizeResponse:
         """Tokenizes a text or a chat."""
+        max_model_len = self._inference.model(request.model).max_model_len
+        has_special = request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
             case "text":
-                text = request.text
-                add_special_tokens = (
-                    request.add_special_tokens if request.HasField("add_special_tokens") else True
+                token_ids = await self._inference.tokenize(
+                    request.model,
+                    request.text,
+                    add_special_tokens=request.add_special_tokens if has_special else True,
                 )
             case "chat":
+                if has_special:
+                    raise InvalidArgumentError(
+                        "add_special_tokens", "is set; with chat the template decides"
+                    )
                 if not request.chat.messages:
                     raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
-                text = await self._inference.render_chat(
+                token_ids = await self._inference.tokenize_chat(
                     request.model,
                     [{"role": m.role, "content": m.content} for m in request.chat.messages],
                 )
-                add_special_tokens = False  # the template wrote them
             case _:
                 raise InvalidArgumentError("input", "is not set; text or chat must be")
-        token_ids = await self._inference.tokenize(
-            request.model, text, add_special_tokens=add_special_tokens
-        )
-        (model,) = self._inference.models() or (None,)
-        return inference_pb2.TokenizeResponse(
-            token_ids=token_ids, max_model_len=0 if model is None else model.max_model_len
-        )
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _: _Context

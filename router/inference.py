@@ -4,22 +4,30 @@ import asyncio
 import secrets
 import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from router import metrics
+from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
 from router.domain import GenerateRequest, Load, ModelInfo
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
 from router.scheduler_client import SchedulerClient
 from router.stop_strings import StopMatcher, StopPattern
+from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
-from router.validation import check_request, check_token_ids, check_unicode, settle_sampling
+from router.validation import (
+    check_chat,
+    check_num_token_ids,
+    check_request,
+    check_text,
+    check_token_ids,
+    settle_sampling,
+)
 from rpc import telemetry
 from rpc.errors import (
     AlreadyExistsError,
@@ -37,7 +45,8 @@ _SEED_BITS = 63
 _LAST_BYTES_S = 0.2
 """For clients to read what is on the wire: a socket that closes may take it along."""
 
-T = TypeVar("T")
+MAX_QUESTIONS: Final = 16
+"""Most calls at once that ask for tokens or for text, and generate nothing."""
 
 
 class Inference:
@@ -62,7 +71,11 @@ class Inference:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._max_live_requests = max_live_requests
-        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+        self._prompts = TextThreads(
+            "prompt", num_threads=tokenizer_threads, max_pending=max_live_requests
+        )
+        self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
+        """Apart, so that no number of questions, and no size, holds up a prompt."""
         self._request_id_to_span: dict[str, Span] = {}
         """The live requests: from being taken to being read to the end, or left."""
         self._draining = False
@@ -83,9 +96,8 @@ class Inference:
             raise
 
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
-        model = self._model(request.model)
-        max_prompt_bytes = model.max_model_len * self._tokenizer.table.max_piece_bytes
-        check_request(request, model, max_prompt_bytes)
+        model = self.model(request.model)
+        check_request(request, model, self._max_text_bytes(model))
         request_id = request.request_id or uuid.uuid4().hex
         span = self._take(request_id)
         try:
@@ -101,7 +113,7 @@ class Inference:
     async def _submit(
         self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span
     ) -> LiveRequest:
-        prompt, patterns = await self._in_thread(lambda: self._prepare(request))
+        prompt, patterns = await self._prompts.run(lambda: self._prepare(request))
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = settle_sampling(
@@ -193,16 +205,29 @@ class Inference:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
+        self._questions.close()
 
     async def tokenize(
         self, model: str, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Turns text into token ids, as `generate` does, off the event loop."""
-        self._check_name(model)
-        check_unicode("text", text)
-        return await self._in_thread(
+        """Turns text into token ids, as `generate` does, off the event loop.
+
+        Raises `InvalidArgumentError` for a text that cannot fit the model's context, `TooBusyError`
+        beyond `MAX_QUESTIONS`.
+        """
+        info = self.model(model)
+        check_text("text", text, info, self._max_text_bytes(info))
+        return await self._questions.run(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def tokenize_chat(self, model: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Turns a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
+        template = self._template_for(model, messages)
+        return await self._questions.run(
+            # The template wrote the special tokens.
+            lambda: self._tokenizer.encode(template.render(messages), add_special_tokens=False)
         )
 
     async def render_chat(
@@ -211,21 +236,33 @@ class Inference:
         """Turns a chat into a prompt by the model's template, with the cue for the assistant.
 
         The prompt has the special tokens it needs: tokenize it with `add_special_tokens=False`.
-        Raises `InvalidArgumentError` if the template refuses the messages, `UnimplementedError` if
-        the model has none.
+        Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
+        refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
+        `max_live_requests`.
         """
-        self._check_name(model)
+        template = self._template_for(model, messages)
+        return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
+
+    def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        model = self.model(name)
         template = self._tokenizer.chat_template
         if template is None:
             raise UnimplementedError(f"model {self._model_name!r} has no chat template")
-        return await self._in_thread(lambda: template.render(messages, **template_kwargs))
+        check_chat(messages, model, self._max_text_bytes(model))
+        return template
 
     async def detokenize(
         self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        """Turns token ids into text."""
-        check_token_ids("token_ids", token_ids, self._model(model))
-        return await self._in_thread(
+        """Turns token ids into text.
+
+        Raises `InvalidArgumentError` for more of them than the model's context has room for,
+        `TooBusyError` beyond `MAX_QUESTIONS`.
+        """
+        info = self.model(model)
+        check_num_token_ids("token_ids", token_ids, info)
+        check_token_ids("token_ids", token_ids, info)
+        return await self._questions.run(
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
@@ -241,7 +278,7 @@ class Inference:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The models served; none until the scheduler's model is known."""
-        return () if self._scheduler.model is None else (self._model(""),)
+        return () if self._scheduler.model is None else (self.model(""),)
 
     async def load(self) -> Load:
         """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
@@ -251,14 +288,16 @@ class Inference:
         if name not in ("", self._model_name):
             raise NotFoundError(f"model {name[:128]!r} is not served; {self._model_name!r} is")
 
-    def _model(self, name: str) -> ModelInfo:
+    def model(self, name: str) -> ModelInfo:
+        """The model of this name, with its limits."""
         self._check_name(name)
         model = self._scheduler.model
         if model is None:
-            raise UnavailableError("the model's limits are not known: no scheduler has connected")
+            raise self._scheduler.unavailable()
         return ModelInfo(
             self._model_name, model.max_model_len, model.vocab_size, model.eos_token_ids
         )
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _max_text_bytes(self, model: ModelInfo) -> int:
+        """No text of more bytes can fit the context, however it is tokenized."""
+        return model.max_model_len * self._tokenizer.table.max_piece_bytes

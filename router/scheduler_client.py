@@ -17,8 +17,9 @@ from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
+from router.outbox import Outbox
 from router.scheduler_news import News, Refusal, SchedulerModel, StepNews, Welcome
-from router.scheduler_wire import news_from_proto, submit_to_proto
+from router.scheduler_wire import news_from_proto
 from router.wire import load_from_proto
 from rpc.channel import open_channel
 from rpc.errors import QuireError, TooBusyError, UnavailableError
@@ -38,28 +39,45 @@ class SchedulerClient:
     """Owns the stream to one scheduler and the table of live sequences by key.
 
     `run` reads the stream and never waits for a request's reader; `submit` and `cancel` never wait
-    at all: what they have to say is queued. The queue is bounded by the live requests, each of
-    which it holds at most once, and the ends of their sequences.
+    at all: what they have to say is queued, see `Outbox`.
     """
 
-    def __init__(self, target: str, *, router_id: str, health: Health, max_message_mb: int) -> None:
-        """Talks to `target` once `run` runs; says in `health` whether there is a scheduler."""
+    def __init__(
+        self,
+        target: str,
+        *,
+        router_id: str,
+        num_token_ids: int,
+        health: Health,
+        max_message_mb: int,
+    ) -> None:
+        """Talks to `target` once `run` runs; says in `health` whether there is a scheduler.
+
+        `num_token_ids` is what the router's tokenizer can produce: a model with a smaller
+        vocabulary is another than the tokenizer's, and is not served.
+        """
         self._target = target
         self._router_id = router_id
+        self._num_token_ids = num_token_ids
         self._health = health
         self._max_message_mb = max_message_mb
         self._model: SchedulerModel | None = None
+        self._misfit: str | None = None
+        """Why the model of the scheduler that was met last is not served."""
         self._draining = False
         self._next_seq_key = 0
         self._seq_key_to_live: dict[int, LiveRequest] = {}
         """The sequences that the scheduler works on, or will as soon as there is one."""
-        self._outbox: asyncio.Queue[scheduler_pb2.ConnectRequest] | None = None
+        self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
 
     @property
     def model(self) -> SchedulerModel | None:
-        """The model that the scheduler serves, or last served; None before the first welcome."""
+        """The model that the scheduler serves, or last served.
+
+        None before the first welcome, and when the scheduler's model does not fit the tokenizer.
+        """
         return self._model
 
     def reserve_seq_keys(self, n: int) -> int:
@@ -68,7 +86,7 @@ class SchedulerClient:
         Raises UnavailableError while there is no scheduler.
         """
         if self._outbox is None:
-            raise self._unavailable()
+            raise self.unavailable()
         first = self._next_seq_key
         self._next_seq_key += n
         return first
@@ -80,10 +98,19 @@ class SchedulerClient:
         self._put_submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Ends sequences; nothing more is heard of them. Those that are not live are ignored."""
-        live = [key for key in seq_keys if self._seq_key_to_live.pop(key, None) is not None]
-        if live:
-            self._put_cancel(live)
+        """Ends what is live of one request; nothing more is heard of it."""
+        table = self._seq_key_to_live
+        key_to_live = {key: table.pop(key) for key in seq_keys if key in table}
+        # Without a scheduler there is nobody to tell: it will not be submitted again.
+        if not key_to_live or self._outbox is None:
+            return
+        live = next(iter(key_to_live.values()))
+        if not self._outbox.drop(live):
+            self._outbox.cancel(list(key_to_live))
+
+    def unavailable(self) -> UnavailableError:
+        """Why there is no scheduler to serve a request."""
+        return UnavailableError(self._misfit or f"the scheduler at {self._target} is not connected")
 
     def drain(self) -> None:
         """From now on leaves `health` alone: a process that is ending is not ready."""
@@ -92,7 +119,7 @@ class SchedulerClient:
     async def load(self) -> Load:
         """Asks how busy the scheduler is; raises UnavailableError while there is none."""
         if self._outbox is None or self._stub is None:
-            raise self._unavailable()
+            raise self.unavailable()
         try:
             response = await self._stub.GetSchedulerLoad(
                 scheduler_pb2.GetSchedulerLoadRequest(), timeout=_LOAD_TIMEOUT_S
@@ -102,7 +129,19 @@ class SchedulerClient:
         return load_from_proto(response.load)
 
     async def run(self) -> None:
-        """Keeps the stream, through as many schedulers as it takes, until cancelled."""
+        """Keeps the stream, through as many schedulers as it takes, until cancelled.
+
+        Raises whatever breaks it, which is a bug; the live requests fail first.
+        """
+        try:
+            await self._keep_stream()
+        except Exception:
+            self._outbox = None
+            for live in self._lives():
+                self._fail(live, "the router broke")
+            raise
+
+    async def _keep_stream(self) -> None:
         backoff_s = _MIN_BACKOFF_S
         self._health.set_starting(f"waiting for the scheduler at {self._target}")
         async with open_channel(self._target, self._max_message_mb) as channel:
@@ -113,6 +152,8 @@ class SchedulerClient:
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
+                except _MisfitError as error:
+                    reason = str(error)
                 except QuireError as error:
                     reason = f"the scheduler does not keep to the contract: {error}"
                 if self._outbox is not None:  # there was a scheduler: the next may be soon
@@ -130,7 +171,7 @@ class SchedulerClient:
                     hello=scheduler_pb2.RouterHello(router_id=self._router_id)
                 )
             )
-            if not self._draining:
+            if not self._draining and self._misfit is None:
                 self._health.set_starting(f"waiting for the model of {self._target}")
             message = await call.read()
             if message is _END:
@@ -148,14 +189,18 @@ class SchedulerClient:
         finally:
             call.cancel()
 
-    def _meet(self, welcome: Welcome) -> asyncio.Queue[scheduler_pb2.ConnectRequest]:
-        """Takes up the scheduler's model and submits every live request (again)."""
+    def _meet(self, welcome: Welcome) -> Outbox:
+        """Takes up the scheduler's model and submits every live request (again).
+
+        Raises _MisfitError, and fails them, if the model is not the tokenizer's.
+        """
+        self._check_fit(welcome.model)
         before, self._model = self._model, welcome.model
-        lives = list(dict.fromkeys(self._seq_key_to_live.values()))
+        lives = self._lives()
         log.info("scheduler connected", epoch=welcome.epoch, num_resubmitted=len(lives))
-        outbox = self._outbox = asyncio.Queue()
+        outbox = self._outbox = Outbox()
         for live in lives:
-            if before is not None and not before.is_same_vocabulary(welcome.model):
+            if before is not None and not welcome.model.can_continue(before):
                 self._fail(live, "the service now has another model")
             else:
                 self._put_submit(live)
@@ -163,6 +208,25 @@ class SchedulerClient:
         if not self._draining:
             self._health.set_ready()
         return outbox
+
+    def _check_fit(self, model: SchedulerModel) -> None:
+        self._misfit = None
+        if self._num_token_ids <= model.vocab_size:
+            return
+        self._model = None
+        self._misfit = (
+            f"the router's tokenizer has {self._num_token_ids} token ids, but the model"
+            f" {model.id!r} of the scheduler at {self._target} has a vocabulary of"
+            f" {model.vocab_size}: --model must name the directory of the model that is served"
+        )
+        if not self._draining:
+            self._health.set_not_ready(self._misfit)
+        for live in self._lives():
+            self._fail(live, self._misfit)
+        raise _MisfitError(self._misfit)
+
+    def _lives(self) -> list[LiveRequest]:
+        return list(dict.fromkeys(self._seq_key_to_live.values()))
 
     def _lose(self, reason: str) -> None:
         if self._outbox is None:
@@ -205,8 +269,8 @@ class SchedulerClient:
         for ending in news.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(ending.seq_key, ending.reason, ending.stop_token_id, ending.error)
-        if stopped:
-            self._put_cancel(stopped)
+        if stopped and self._outbox is not None:
+            self._outbox.cancel(stopped)
 
     def _hear_refusal(self, refusal: Refusal) -> None:
         live = self._seq_key_to_live.get(refusal.first_seq_key)
@@ -221,19 +285,18 @@ class SchedulerClient:
             )
         if live is None:
             return
-        if live.num_submits > 1 and isinstance(refusal.error, TooBusyError):
-            # It had been accepted: a new scheduler that all routers rush at must not undo that.
+        if live.num_submits > 1 and isinstance(refusal.error, TooBusyError | UnavailableError):
+            # It had been accepted: neither a new scheduler that all routers rush at may undo that,
+            # nor one that drains, after which there will be another.
             asyncio.get_running_loop().call_later(
-                refusal.error.retry_after_s, self._submit_again, live, self._outbox
+                refusal.retry_after_s, self._submit_again, live, self._outbox
             )
             return
         for seq_key in live.live_seq_keys:
             self._seq_key_to_live.pop(seq_key, None)
         live.refuse(refusal.error)
 
-    def _submit_again(
-        self, live: LiveRequest, outbox: asyncio.Queue[scheduler_pb2.ConnectRequest] | None
-    ) -> None:
+    def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self._seq_key_to_live for seq_key in live.live_seq_keys)
         if is_live and self._outbox is outbox:  # else a newer scheduler knows of it already
             self._put_submit(live)
@@ -247,21 +310,15 @@ class SchedulerClient:
     def _put_submit(self, live: LiveRequest) -> None:
         assert self._outbox is not None
         live.num_submits += 1
-        self._outbox.put_nowait(submit_to_proto(live, asyncio.get_running_loop().time()))
-
-    def _put_cancel(self, seq_keys: Sequence[int]) -> None:
-        # Without a scheduler there is nobody to tell: they will not be submitted again.
-        if self._outbox is not None:
-            self._outbox.put_nowait(
-                scheduler_pb2.ConnectRequest(cancel=scheduler_pb2.Cancel(seq_keys=seq_keys))
-            )
-
-    def _unavailable(self) -> UnavailableError:
-        return UnavailableError(f"the scheduler at {self._target} is not connected")
+        self._outbox.submit(live)
 
 
-async def _write(call: Any, outbox: asyncio.Queue[scheduler_pb2.ConnectRequest]) -> None:
+class _MisfitError(QuireError):
+    """The scheduler's model is not the one that the tokenizer is of."""
+
+
+async def _write(call: Any, outbox: Outbox) -> None:
     # When the stream ends, the reader learns why; the writer just stops.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await call.write(await outbox.get())
+            await call.write(await outbox.next())

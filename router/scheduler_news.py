@@ -10,15 +10,21 @@ from rpc.errors import QuireError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerModel:
-    """The model that the scheduler's workers hold; its name is not what clients call it."""
+    """The model that the scheduler's workers hold."""
 
+    id: str
+    """What the workers call it; clients may know it by another name, the router's."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def is_same_vocabulary(self, other: "SchedulerModel") -> bool:
-        """Whether tokens of the one mean the same to the other, as far as a router can tell."""
-        return (self.vocab_size, self.eos_token_ids) == (other.vocab_size, other.eos_token_ids)
+    def can_continue(self, other: "SchedulerModel") -> bool:
+        """Whether this is `other` again, as far as a router can tell: its outputs can go on."""
+        return (self.id, self.vocab_size, self.eos_token_ids) == (
+            other.id,
+            other.vocab_size,
+            other.eos_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class Refusal:
 
     first_seq_key: int
     error: QuireError
+    retry_after_s: float
+    """When it may be worth another try, if it ever is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
             return Welcome(
                 epoch=message.welcome.epoch,
                 model=SchedulerModel(
+                    id=model.id,
                     max_model_len=model.max_model_len,
                     vocab_size=model.vocab_size,
                     eos_token_ids=tuple(model.eos_token_ids),
@@ -139,9 +140,8 @@ def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
 
 def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else 1.0
-    return Refusal(
-        message.first_seq_key, error_from_code(message.code, message.message, retry_after_s)
-    )
+    error = error_from_code(message.code, message.message, retry_after_s)
+    return Refusal(message.first_seq_key, error, retry_after_s)
 
 
 def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:

@@ -4,8 +4,8 @@ Each function raises `InvalidArgumentError` naming field, value and limit.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from router.domain import GenerateRequest, ModelInfo, SamplingParams
 from rpc.errors import InvalidArgumentError
@@ -47,13 +47,7 @@ def check_request(request: GenerateRequest, model: ModelInfo, max_prompt_bytes: 
     if isinstance(request.prompt, str):
         if not request.prompt:
             raise InvalidArgumentError("prompt", "is empty; it must have at least 1 character")
-        num_bytes = check_unicode("prompt", request.prompt)
-        if num_bytes > max_prompt_bytes:
-            raise InvalidArgumentError(
-                "prompt",
-                f"has {num_bytes} bytes; at most {max_prompt_bytes} can fit the model's context of"
-                f" {model.max_model_len} tokens",
-            )
+        check_text("prompt", request.prompt, model, max_prompt_bytes)
     else:
         # Before its ids are looked at: a list that is far too long is refused without the walk.
         check_prompt_length(len(request.prompt), model)
@@ -123,6 +117,26 @@ def check_prompt_length(num_prompt_tokens: int, model: ModelInfo) -> None:
         )
 
 
+def check_text(field: str, text: str, model: ModelInfo, max_bytes: int) -> None:
+    """Checks a text's size before it is tokenized: more than `max_bytes` cannot fit the context."""
+    _check_num_bytes(field, check_unicode(field, text), model, max_bytes)
+
+
+def check_chat(messages: Sequence[Mapping[str, Any]], model: ModelInfo, max_bytes: int) -> None:
+    """Checks a chat's size before its template renders it, by what the messages hold."""
+    _check_count("messages", len(messages), model.max_model_len)
+    num_bytes = 0
+    for i, message in enumerate(messages):
+        for name, value in message.items():
+            num_bytes += check_unicode(f"messages[{i}].{name}", str(value))
+    _check_num_bytes("messages", num_bytes, model, max_bytes)
+
+
+def check_num_token_ids(field: str, token_ids: Sequence[int], model: ModelInfo) -> None:
+    """Checks that there are no more ids than prompt and output may have together."""
+    _check_count(field, len(token_ids), model.max_model_len)
+
+
 def check_unicode(field: str, text: str) -> int:
     """Checks that a text can be written as UTF-8; gives its length in bytes."""
     try:
@@ -145,6 +159,15 @@ def check_token_ids(field: str, token_ids: Sequence[int], model: ModelInfo) -> N
             raise InvalidArgumentError(
                 f"{field}[{i}]", f"is {token_id}; it must be in [0, {model.vocab_size})"
             )
+
+
+def _check_num_bytes(field: str, num_bytes: int, model: ModelInfo, most: int) -> None:
+    if num_bytes > most:
+        raise InvalidArgumentError(
+            field,
+            f"has {num_bytes} bytes; at most {most} can fit the model's context of"
+            f" {model.max_model_len} tokens",
+        )
 
 
 def _check_stop(stop: Sequence[str]) -> None:

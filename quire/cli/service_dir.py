@@ -144,7 +144,8 @@ def _open_lock(directory: Path) -> int:
 
 def _is_locked(directory: Path) -> bool:
     try:
-        lock = _open_lock(directory)
+        # Never made here: its directory may be on the way out, and could not be removed then.
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:  # it is gone
         return False
     try:

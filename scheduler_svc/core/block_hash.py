@@ -26,6 +26,11 @@ def root_hash(salt: str) -> BlockHash:
     return BlockHash(sha256(b"quire.v1.prefix\0" + salt.encode()).digest())
 
 
+def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
+    """Return the hash of the block after `parent`, whose tokens are little-endian int32."""
+    return BlockHash(sha256(parent + token_bytes).digest())
+
+
 def extend_chain(
     chain: list[BlockHash], root: BlockHash, token_ids: npt.NDArray[np.int32], block_size: int
 ) -> None:

@@ -67,6 +67,13 @@ class Rows:
         """Return int32[num_tokens], a view of the known tokens."""
         return self._tokens[row, : self._num_tokens[row]]
 
+    def read(self, rows: list[int], starts: list[int], count: int) -> list[bytes]:
+        """Return `count` known tokens of each row from its start, as little-endian int32."""
+        columns = np.array(starts)[:, None] + np.arange(count)
+        data = self._tokens[np.array(rows)[:, None], columns].astype("<i4", copy=False).tobytes()
+        size = 4 * count
+        return [data[place : place + size] for place in range(0, len(data), size)]
+
     def append(
         self, rows: Int32Array, token_ids: Int32Array
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.block_hash import extend_chain, next_hash, root_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_tier import HostTier
@@ -146,17 +146,17 @@ class RunningSet:
 
     def grow_tables(self, draft: PlanDraft) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
-        block_size = self._config.block_size
         due = self._needs_block.pop(draft.step_id)
+        if not due:
+            return
         draft.appended_blocks = self._pool.allocate(len(due))
+        draft.appended_rows = [seq.row for seq in due if seq.row is not None]
+        if self._config.enable_prefix_caching:
+            self._publish_last_blocks(due, draft.appended_rows)
+        next_step = StepId(draft.step_id + self._config.block_size)
         for seq, block in zip(due, draft.appended_blocks, strict=True):
-            assert seq.row is not None
-            draft.appended_rows.append(seq.row)
-            # The last token of the full block is the input of the step before this one, so it was
-            # sampled by a step that is answered.
-            self._publish(seq, len(seq.block_ids) * block_size)
             seq.block_ids.append(block)
-            self._file_next_block(seq, StepId(draft.step_id + block_size))
+            self._file_next_block(seq, next_step)
 
     def send(self, draft: PlanDraft) -> StepPlan:
         """Complete a plan and note that it goes out."""
@@ -280,6 +280,25 @@ class RunningSet:
         seq.next_block_step = step if step <= seq.last_step else None
         if seq.next_block_step is not None:
             self._needs_block.add(step, seq)
+
+    def _publish_last_blocks(self, seqs: list[Sequence], rows: list[int]) -> None:
+        """Make the last block of each table findable; it is full.
+
+        Its last token is the input of the step before the one being planned, so it was sampled by a
+        step that is answered. This is most of what a steady step costs, so the tokens of all are
+        read at once.
+        """
+        block_size = self._config.block_size
+        starts = [(len(seq.block_ids) - 1) * block_size for seq in seqs]
+        for seq, data in zip(seqs, self._rows.read(rows, starts, block_size), strict=True):
+            hashes, last = seq.block_hashes, len(seq.block_ids) - 1
+            if seq.num_published_blocks == last == len(hashes) and not seq.loading_block_ids:
+                parent = hashes[-1] if hashes else root_hash(seq.request.cache_salt)
+                hashes.append(next_hash(parent, data))
+                self._pool.publish(seq.block_ids[last], hashes[last])
+                seq.num_published_blocks += 1
+            else:  # more than this one, or none for now
+                self._publish(seq, (last + 1) * block_size)
 
     def _publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` findable."""

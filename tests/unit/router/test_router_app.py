@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fake_scheduler import FakeScheduler
 
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -28,8 +29,14 @@ async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
     task = asyncio.create_task(run_router(settings))
     async with open_channel(f"unix:{uds}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        await scheduler.routers.get()
-        call = stub.Generate(inference_pb2.GenerateRequest(text="hello"), wait_for_ready=True)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="quire.v1.InferenceService"), wait_for_ready=True
+        )
+        async for response in watch:
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        watch.cancel()
+        call = stub.Generate(inference_pb2.GenerateRequest(text="hello"))
         submit = await scheduler.submits.get()
         await scheduler.step({submit.first_seq_key: [70]})
         async with asyncio.timeout(20):

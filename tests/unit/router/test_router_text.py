@@ -70,7 +70,9 @@ async def test_too_many_ids_to_detokenize_are_refused(router):
 
 
 async def test_slow_tokenizations_are_bounded_and_generation_goes_on_beside_them(router, slow):
-    asked = [asyncio.create_task(router.inference.tokenize("", "slow")) for _ in range(MAX_QUESTIONS)]
+    asked = [
+        asyncio.create_task(router.inference.tokenize("", "slow")) for _ in range(MAX_QUESTIONS)
+    ]
     while router.inference._questions.num_pending < MAX_QUESTIONS:  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(TooBusyError, match=str(MAX_QUESTIONS)):
