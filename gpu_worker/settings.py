@@ -18,6 +18,9 @@ class WorkerSettings(ProcessSettings):
     """Port of gRPC; 0 picks a free one."""
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """How long the steps that run may take to finish after SIGTERM, in seconds; the scheduler then
+    takes their sequences back."""
     model: Path
     """Hugging Face directory of the model: config.json and safetensors."""
     served_model_name: str = ""

@@ -8,7 +8,8 @@
 
 Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
 TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
-deadline, which the service honours.
+deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
+sooner) and whom it is for; what that does is the scheduler's policy.
 """
 
 import contextlib
@@ -102,14 +103,17 @@ class Client:
         prompt: str | Sequence[int],
         sampling: SamplingParams = DEFAULT_SAMPLING,
         *,
+        priority: int = 0,
+        tenant: str = "",
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
         request = wire.generate_request_to_proto(prompt, sampling, options)
+        metadata = wire.precedence_to_metadata(priority, tenant)
         with _quire_errors():
             call = self._stub.Generate(
-                request, timeout=timeout_s, metadata=telemetry.inject_metadata()
+                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
             )
             try:
                 for response in call:
@@ -122,6 +126,8 @@ class Client:
         prompt: str | Sequence[int],
         sampling: SamplingParams = DEFAULT_SAMPLING,
         *,
+        priority: int = 0,
+        tenant: str = "",
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
@@ -129,9 +135,10 @@ class Client:
         request = inference_pb2.GenerateOnceRequest(
             request=wire.generate_request_to_proto(prompt, sampling, options)
         )
+        metadata = wire.precedence_to_metadata(priority, tenant)
         with _quire_errors():
             response = self._stub.GenerateOnce(
-                request, timeout=timeout_s, metadata=telemetry.inject_metadata()
+                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
             )
         return wire.completion_from_proto(response)
 
@@ -207,13 +214,16 @@ class AsyncClient:
         prompt: str | Sequence[int],
         sampling: SamplingParams = DEFAULT_SAMPLING,
         *,
+        priority: int = 0,
+        tenant: str = "",
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
         request = wire.generate_request_to_proto(prompt, sampling, options)
+        metadata = wire.precedence_to_metadata(priority, tenant)
         with _quire_errors():
-            call = self._stub.Generate(request, timeout=timeout_s)
+            call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
             try:
                 async for response in call:
                     yield wire.event_from_proto(response)
@@ -225,6 +235,8 @@ class AsyncClient:
         prompt: str | Sequence[int],
         sampling: SamplingParams = DEFAULT_SAMPLING,
         *,
+        priority: int = 0,
+        tenant: str = "",
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
@@ -232,9 +244,10 @@ class AsyncClient:
         request = inference_pb2.GenerateOnceRequest(
             request=wire.generate_request_to_proto(prompt, sampling, options)
         )
+        metadata = wire.precedence_to_metadata(priority, tenant)
         with _quire_errors():
             return wire.completion_from_proto(
-                await self._stub.GenerateOnce(request, timeout=timeout_s)
+                await self._stub.GenerateOnce(request, timeout=timeout_s, metadata=metadata)
             )
 
     async def tokenize(

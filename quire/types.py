@@ -76,6 +76,8 @@ class OutputDelta:
 class OutputError:
     """A failure of one output after its request was accepted."""
 
+    code: int
+    """The google.rpc.Code that the call would have ended with, had it not been accepted yet."""
     message: str
     retryable: bool
 

@@ -19,6 +19,7 @@ from quire.types import (
     Usage,
 )
 from quire.v1 import common_pb2, inference_pb2
+from rpc.errors import InvalidArgumentError
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -59,6 +60,20 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
     )
+
+
+def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
+    """Leave out what is the default. Raise InvalidArgumentError for what no metadata can carry."""
+    if not (tenant.isascii() and tenant.isprintable()):
+        raise InvalidArgumentError(
+            "tenant", f"is {tenant!r}; it must have printable ASCII characters only"
+        )
+    metadata = []
+    if priority:
+        metadata.append(("x-quire-priority", str(priority)))
+    if tenant:
+        metadata.append(("x-quire-tenant", tenant))
+    return metadata
 
 
 def tokenize_request_to_proto(
@@ -115,7 +130,7 @@ def finished_from_proto(finished: inference_pb2.OutputFinished) -> OutputFinishe
     stopped_by = finished.WhichOneof("stopped_by")
     error = None
     if finished.HasField("error"):
-        error = OutputError(finished.error.message, finished.error.retryable)
+        error = OutputError(finished.error.code, finished.error.message, finished.error.retryable)
     return OutputFinished(
         output_index=finished.output_index,
         finish_reason=_REASONS.get(finished.finish_reason, FinishReason.ERROR),

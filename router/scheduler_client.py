@@ -152,6 +152,9 @@ class SchedulerClient:
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
+                    if self._misfit is not None:  # that scheduler is gone: so is what it said
+                        self._misfit = None
+                        self._set_starting(f"waiting for the scheduler at {self._target}")
                 except _MisfitError as error:
                     reason = str(error)
                 except QuireError as error:
@@ -171,8 +174,8 @@ class SchedulerClient:
                     hello=scheduler_pb2.RouterHello(router_id=self._router_id)
                 )
             )
-            if not self._draining and self._misfit is None:
-                self._health.set_starting(f"waiting for the model of {self._target}")
+            if self._misfit is None:
+                self._set_starting(f"waiting for the model of {self._target}")
             message = await call.read()
             if message is _END:
                 return
@@ -224,6 +227,10 @@ class SchedulerClient:
         for live in self._lives():
             self._fail(live, self._misfit)
         raise _MisfitError(self._misfit)
+
+    def _set_starting(self, status: str) -> None:
+        if not self._draining:
+            self._health.set_starting(status)
 
     def _lives(self) -> list[LiveRequest]:
         return list(dict.fromkeys(self._seq_key_to_live.values()))

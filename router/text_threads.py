@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs one kind of work off the event loop; kinds with threads of their own never queue up
-    behind each other.
-    """
+    """Runs one kind of work off the event loop, and never behind another kind's."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
         """At most `max_pending` pieces of work wait or run; `kind` names them in errors."""

@@ -1,8 +1,10 @@
 """Settings of a process: flags over environment over defaults, frozen, with errors for people."""
 
+import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -89,6 +91,7 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
             cli_avoid_json=True,
             cli_hide_none_type=True,
             cli_show_env_vars=True,
+            formatter_class=_HelpFormatter,
         )
         return CliApp.run(cls, cli_args=arguments, cli_settings_source=source)
     except ValidationError as error:
@@ -97,6 +100,32 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
         )
     except SettingsError as error:
         _fail(prog, [str(error)])
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Speaks of values instead of Python's types and functions."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
+        for action in actions:
+            _tidy(action)
+        super().add_usage(usage, actions, groups, prefix)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        _tidy(action)
+        super().add_argument(action)
+
+
+def _tidy(action: argparse.Action) -> None:
+    if isinstance(action.metavar, str):
+        action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
+    if action.help is not None:  # a default that is computed is the docstring's to tell
+        action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
 
 
 def _describe(

@@ -44,6 +44,8 @@ class SubmitRequest:
     request: Request
     was_accepted: bool = False
     """Whether it was live before, so that it can no longer be refused."""
+    num_losses: int = 0
+    """How many workers in a row were lost while they ran it, and it gained no token at them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from typing import Protocol
 import structlog
 
 from rpc.errors import UnavailableError
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
@@ -45,11 +44,8 @@ class EngineOwner(Protocol):
     def unavailable(self, engine: "Engine") -> None:
         """Learn that `engine.loss` has changed."""
 
-    def lost(self, engine: "Engine", requests: tuple[Request, ...]) -> None:
+    def lost(self, engine: "Engine", commands: tuple[SubmitRequest, ...]) -> None:
         """Take back every live request of a session that has ended."""
-
-    def progressed(self) -> None:
-        """Learn that sequences have ended, or will not begin."""
 
 
 class Engine:
@@ -124,7 +120,6 @@ class Engine:
             streams=self._streams,
             spans=self._spans,
             metrics=self._metrics,
-            on_end=self._owner.progressed,
         )
         self._begin(session, link.info)
         try:
@@ -147,11 +142,11 @@ class Engine:
         self._owner.attached(self)
 
     def _end(self, session: Session, why: UnavailableError) -> None:
-        requests = session.end()
+        commands = session.end()
         self._last_step_id += session.load().num_steps
         self.session = None
         self._note_loss(why)
-        self._owner.lost(self, requests)
+        self._owner.lost(self, commands)
 
     def _note_loss(self, why: UnavailableError) -> None:
         """Say, once, why there is no worker."""

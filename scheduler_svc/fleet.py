@@ -1,4 +1,4 @@
-"""All workers as one scheduler: places requests, takes back a lost worker's, drains."""
+"""All workers as one scheduler: places requests, takes back a lost worker's, hands over."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ import structlog
 from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -19,7 +20,7 @@ from scheduler_svc.domain import (
     WorkerInfo,
 )
 from scheduler_svc.engine import Engine
-from scheduler_svc.holding import HeldRequests, num_live_seqs
+from scheduler_svc.holding import HeldRequests, live_seq_keys, num_live_seqs
 from scheduler_svc.placement import least_loaded
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
@@ -27,6 +28,10 @@ from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto
 
 _STALL_MARGIN_S = 5.0
+_HAND_OVER_S = 2.0
+"""Most that the steps in flight get to be answered, while every live request stands still."""
+_MAX_LOSSES = 3
+"""After so many in a row a request is taken for what its workers are lost of."""
 
 log = structlog.get_logger()
 
@@ -52,7 +57,6 @@ class Fleet:
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
-        self._progressed = asyncio.Event()
         self._is_draining = False
         self._has_failed = False
 
@@ -75,10 +79,7 @@ class Fleet:
 
         Raises:
             TooBusyError: As many sequences wait as are allowed to.
-            UnavailableError: The scheduler drains.
         """
-        if self._is_draining:
-            raise UnavailableError("the scheduler is draining and takes no new requests")
         self._place(SubmitRequest(request))
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
@@ -86,14 +87,12 @@ class Fleet:
         self._post_to_all(CancelSequences(source, seq_keys))
         finished = self._held.cancel(source, seq_keys)
         self._streams.deliver(finished_to_proto(finished))
-        self.progressed()
 
     def drop_source(self, source: SourceId) -> None:
         """End all sequences of a source that is gone."""
         self._post_to_all(DropSource(source))
         self._held.drop_source(source)
-        self._spans.drop_source(source)
-        self.progressed()
+        self._spans.drop_source(source)  # of those held; the sessions drop theirs
 
     # --- for operators --------------------------------------------------------------------------
 
@@ -133,7 +132,6 @@ class Fleet:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             self._has_failed = True
-            self.progressed()
             failed = done.pop()
             log.critical(
                 "an engine has failed", worker=failed.get_name(), exc_info=failed.exception()
@@ -145,12 +143,19 @@ class Fleet:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for the live ones, and end the routers' streams."""
+        """Let the steps in flight be answered, plan no more, and end the routers' streams.
+
+        A router has a record of each live request, and submits it to the next scheduler. To finish
+        them here would keep the workers, and the next scheduler waiting, as long as the longest
+        takes.
+        """
         self._is_draining = True
+        sessions = [] if self._has_failed else self._sessions()
         try:
-            while self._num_live_seqs() and not self._has_failed:
-                self._progressed.clear()
-                await self._progressed.wait()
+            async with asyncio.timeout(_HAND_OVER_S):
+                await asyncio.gather(*(session.hand_over() for session in sessions))
+        except TimeoutError:
+            log.warning("steps in flight are not waited for any longer", waited_s=_HAND_OVER_S)
         finally:
             self._streams.end_all(UnavailableError("the scheduler is shutting down"))
 
@@ -181,14 +186,17 @@ class Fleet:
         """Say what is missing."""
         self._show_health()
 
-    def lost(self, engine: Engine, requests: tuple[Request, ...]) -> None:  # noqa: ARG002
-        """Place a lost worker's requests anew, or hold them until it, or another, is there."""
-        for request in requests:
-            self._place(SubmitRequest(request, was_accepted=True))
+    def lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
+        """Place a lost worker's requests anew, or hold them until it, or another, is there.
 
-    def progressed(self) -> None:
-        """Let a drain look again."""
-        self._progressed.set()
+        One that ran at each of the last workers lost, and gained nothing there, ends: it may well
+        be what they are lost of, and would take those beside it down again and again.
+        """
+        for command in commands:
+            if command.num_losses < _MAX_LOSSES:
+                self._place(command)
+            else:
+                self._fail(command, engine)
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -198,6 +206,8 @@ class Fleet:
         Raises:
             TooBusyError: There is no room; never for one that was accepted before.
         """
+        if self._is_draining:
+            return  # its router submits it to the next scheduler
         can_refuse = not command.was_accepted
         n = num_live_seqs(command.request)
         sessions = self._sessions()
@@ -207,10 +217,28 @@ class Fleet:
             self._held.add(command)
             return
         loads = [session.placement_load() for session in sessions]
-        index = least_loaded(loads, n, can_refuse=can_refuse)
+        num_tokens = len(command.request.prompt_token_ids) + command.request.max_tokens
+        index = least_loaded(loads, n, num_tokens, can_refuse=can_refuse)
         if index is None:
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[index].post(command)
+
+    def _fail(self, command: SubmitRequest, engine: Engine) -> None:
+        request = command.request
+        error = (
+            f"its worker was lost {command.num_losses} times in a row while it ran, "
+            f"and it gained no token in between: {engine.loss}"
+        )
+        log.error(
+            "a request is given up", request_id=request.request_id, num_losses=command.num_losses
+        )
+        finished = tuple(
+            Finished(request.source, key, FinishReason.ERROR, error=error)
+            for key in live_seq_keys(request)
+        )
+        for item in finished:
+            self._spans.finished(item)
+        self._streams.deliver(finished_to_proto(finished))
 
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
         return TooBusyError(
@@ -221,11 +249,6 @@ class Fleet:
     def _post_to_all(self, command: Command) -> None:
         for session in self._sessions():
             session.post(command)
-
-    def _num_live_seqs(self) -> int:
-        return self._held.num_seqs + sum(
-            session.placement_load().num_seqs for session in self._sessions()
-        )
 
     def _sessions(self) -> list[Session]:
         """Return the sessions of the workers that are attached."""

@@ -12,6 +12,8 @@ class WorkerLoad:
     num_waiting: int
     """Sequences that wait, those that its engine has not looked at yet included."""
     max_waiting: int
+    max_request_len: int
+    """Most tokens of one of its sequences."""
 
     @property
     def num_seqs(self) -> int:
@@ -23,16 +25,25 @@ class WorkerLoad:
         return self.num_waiting + n <= self.max_waiting
 
 
-def least_loaded(loads: Sequence[WorkerLoad], n: int, *, can_refuse: bool) -> int | None:
+def least_loaded(
+    loads: Sequence[WorkerLoad], n: int, num_tokens: int, *, can_refuse: bool
+) -> int | None:
     """Choose the worker for a request of `n` sequences.
 
     Args:
         loads: The workers'; at least one.
         n: How many sequences the request has.
+        num_tokens: How long each may become. If that is too long for all, those that take the most
+            come into question: one of them will refuse it, and name the limit.
         can_refuse: Whether only workers with room for it in their queue come into question.
 
     Returns:
         The index of the one with the fewest sequences, the first of equals; None: none has room.
     """
-    candidates = [i for i, load in enumerate(loads) if load.has_room(n) or not can_refuse]
+    num_tokens = min(num_tokens, max(load.max_request_len for load in loads))
+    candidates = [
+        i
+        for i, load in enumerate(loads)
+        if load.max_request_len >= num_tokens and (load.has_room(n) or not can_refuse)
+    ]
     return min(candidates, key=lambda i: loads[i].num_seqs, default=None)

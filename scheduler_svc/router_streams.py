@@ -31,7 +31,7 @@ class RouterStream:
         self._outputs: list[scheduler_pb2.StepOutput] = []
         self._backlog_bytes = 0
         self._ended = False
-        self._error: QuireError | None = None
+        self._error: Exception | None = None
         self._wake = asyncio.Event()
 
     def claim(self, request: Request) -> None:
@@ -64,7 +64,7 @@ class RouterStream:
         if self._has_room(refused):
             self._refusals.append(refused)
 
-    def end(self, error: QuireError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """End the stream behind what is pending, with `error` or well."""
         if not self._ended:
             self._ended, self._error = True, error
@@ -74,7 +74,7 @@ class RouterStream:
         """Wait for the next message to send; None: the stream ends well.
 
         Raises:
-            QuireError: The stream ends with this error.
+            Exception: The stream ends with this error; one that is no QuireError is a bug's.
         """
         while not (self._refusals or self._outputs or self._ended):
             self._wake.clear()

@@ -75,20 +75,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Hand on what the router wants, until it says no more; that ends its stream."""
         try:
             async for message in requests:
-                match message.WhichOneof("message"):
-                    case "submit":
-                        self._submit(message.submit, stream, vocab_size)
-                    case "cancel":
-                        keys = [SeqKey(key) for key in message.cancel.seq_keys]
-                        self._fleet.cancel(stream.source, keys)
-                    case "hello":
-                        raise InvalidArgumentError("hello", "came twice; it must come once")
-                    case _:
-                        raise InvalidArgumentError("message", "is not set")
-        except QuireError as error:
+                self._obey(message, stream, vocab_size)
+        except Exception as error:  # noqa: BLE001 - the handler raises it: it is logged there
             stream.end(error)
         finally:
             stream.end()
+
+    def _obey(
+        self, message: scheduler_pb2.ConnectRequest, stream: RouterStream, vocab_size: int
+    ) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(message.submit, stream, vocab_size)
+            case "cancel":
+                keys = [SeqKey(key) for key in message.cancel.seq_keys]
+                self._fleet.cancel(stream.source, keys)
+            case "hello":
+                raise InvalidArgumentError("hello", "came twice; it must come once")
+            case _:
+                raise InvalidArgumentError("message", "is not set")
 
     def _submit(self, message: scheduler_pb2.Submit, stream: RouterStream, vocab_size: int) -> None:
         try:

@@ -7,18 +7,18 @@ command, a result or a loss, so an idle one costs nothing.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 
 from rpc.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import DeadlineError, QueueFullError, RequestRefusedError
 from scheduler_svc.core.plan import Finished
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from scheduler_svc.domain import CancelSequences, Command, DropSource, ModelInfo, SubmitRequest
 from scheduler_svc.holding import live_seq_keys, num_live_seqs
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
+from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.telemetry import QueueSpans
@@ -38,9 +38,8 @@ class Session:
         streams: RouterStreams,
         spans: QueueSpans,
         metrics: EngineMetrics,
-        on_end: Callable[[], None],
     ) -> None:
-        """`wake` is the one that `link` sets; `on_end` is called when sequences have ended."""
+        """`wake` is the one that `link` sets."""
         self.has_progressed = False
         """Whether the worker has answered a step."""
         self._link = link
@@ -49,10 +48,16 @@ class Session:
         self._streams = streams
         self._spans = spans
         self._metrics = metrics
-        self._on_end = on_end
         self._commands: deque[Command] = deque()
         self._num_posted_seqs = 0
+        self._placement_load: WorkerLoad | None = None
+        """As of the last time that somebody asked; None: it may have changed."""
         self._meter = RateMeter(core.config.max_num_batched_tokens)
+        self._at_worker = SequencesAtWorker()
+        self._num_losses: dict[tuple[SourceId, SeqKey], int] = {}
+        """Of the live sequences that were lost before."""
+        self._is_handing_over = False
+        self._settled = asyncio.Event()
 
     # --- for others -----------------------------------------------------------------------------
 
@@ -60,6 +65,7 @@ class Session:
         """Have a command applied before the next step; commands apply in the order posted."""
         if isinstance(command, SubmitRequest):
             self._num_posted_seqs += num_live_seqs(command.request)
+            self._placement_load = None
         self._commands.append(command)
         self._wake.set()
 
@@ -69,12 +75,15 @@ class Session:
 
     def placement_load(self) -> WorkerLoad:
         """Say how busy the worker is, commands that are not applied yet included."""
-        load = self._core.load()
-        return WorkerLoad(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting + self._num_posted_seqs,
-            max_waiting=self._core.config.max_waiting,
-        )
+        if self._placement_load is None:  # every worker is asked for every request
+            load = self._core.load()
+            self._placement_load = WorkerLoad(
+                num_running=load.num_running,
+                num_waiting=load.num_waiting + self._num_posted_seqs,
+                max_waiting=self._core.config.max_waiting,
+                max_request_len=self._core.max_request_len,
+            )
+        return self._placement_load
 
     def model(self) -> ModelInfo:
         """Return the worker's model, its length as the block pool allows."""
@@ -90,6 +99,12 @@ class Session:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._link.oldest_step_age_s()
 
+    async def hand_over(self) -> None:
+        """Send no more steps; return when those in flight are answered, or the worker is lost."""
+        self._is_handing_over = True
+        self._wake.set()
+        await self._settled.wait()
+
     # --- for the engine's task ------------------------------------------------------------------
 
     async def work(self) -> None:
@@ -103,21 +118,25 @@ class Session:
             self._apply_commands()
             for result in self._link.take_results():
                 self._apply_result(result)
+            if self._is_handing_over and not self._core.num_steps_in_flight:
+                self._settled.set()
             if self._link.lost is not None:
                 raise self._link.lost
             self._send_steps()
+            self._placement_load = None
             await self._wake.wait()
             self._wake.clear()
 
-    def end(self) -> tuple[Request, ...]:
+    def end(self) -> tuple[SubmitRequest, ...]:
         """Return every live request. What was posted before counts; nothing may be posted after."""
+        self._settled.set()
         self._apply_commands()
-        return self._core.drain()
+        return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
 
     def _send_steps(self) -> None:
-        while self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
+        while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
             plan = self._core.schedule(time.monotonic())
             if expired := self._core.take_expired():
@@ -126,6 +145,7 @@ class Session:
             if plan is None:
                 return
             self._link.send(plan)
+            self._at_worker.sent(plan)
             self._meter.sent(plan)
             self._metrics.schedule.observe(time.perf_counter() - started)
 
@@ -156,7 +176,9 @@ class Session:
                     self._after(finished)
                 case DropSource(source):
                     self._core.cancel_source(source)
-                    self._on_end()
+                    # Not before: a request of it may have been posted just ahead of this command.
+                    self._spans.drop_source(source)
+                    self._num_losses = {k: n for k, n in self._num_losses.items() if k[0] != source}
 
     def _submit(self, command: SubmitRequest) -> None:
         request = command.request
@@ -168,7 +190,6 @@ class Session:
         except RequestRefusedError as error:
             if not command.was_accepted:
                 self._streams.refuse(request, _refusal_from_core(error))
-                self._on_end()
                 return
             # Its worker is lost, and this one has less room.
             finished = tuple(
@@ -179,12 +200,25 @@ class Session:
             self._after(finished)
         else:
             self._spans.submitted(request)
+            if command.num_losses:
+                for key in live_seq_keys(request):
+                    self._num_losses[request.source, key] = command.num_losses
+
+    def _lose(self, request: Request) -> SubmitRequest:
+        """Say that a request was live when the worker was lost, and whether it ran in vain."""
+        keys = live_seq_keys(request)
+        num_losses = max(self._num_losses.get((request.source, key), 0) for key in keys)
+        match self._at_worker.find(request):
+            case Progress.SOME:
+                num_losses = 0
+            case Progress.NONE:
+                num_losses += 1
+        return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
 
     def _after(self, finished: tuple[Finished, ...]) -> None:
         for item in finished:
             self._spans.finished(item)
-        if finished:
-            self._on_end()
+            self._num_losses.pop((item.source, item.seq_key), None)
 
 
 def _refusal_from_core(error: RequestRefusedError) -> QuireError:

@@ -22,6 +22,9 @@ class SchedulerSettings(ProcessSettings):
     """Port of gRPC, for the routers; 0 picks a free one."""
     http_port: Port = 8001
     """Port of HTTP, for probes and metrics; 0 picks a free one."""
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """How long the steps in flight may take to finish after SIGTERM, in seconds, two at most; live
+    requests do not finish but go on, from the routers, at the next scheduler."""
     workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
     """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"

@@ -7,6 +7,7 @@ from quire.cli.command_error import CommandError
 from quire.cli.generate import sampling_from
 from quire.cli.settings import ChatSettings
 from quire.cli.streaming import show_one
+from quire.cli.target import connection_errors, find_target
 from quire.client import Client
 from quire.types import ChatMessage
 from rpc.errors import QuireError
@@ -23,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
         import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
 
         print("/new forgets the conversation, Ctrl-C an answer; /quit or Ctrl-D ends.")
-    with Client(settings.target) as client:
+    target = find_target(settings.target)
+    with Client(target) as client:
         while True:
             try:
                 said = input("> " if is_terminal else "").strip()
@@ -39,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
                     continue
             asked = [*messages, ChatMessage("user", said)]
             try:
-                answer = _answer(client, settings, asked)
+                with connection_errors(target):
+                    answer = _answer(client, settings, asked)
             except (KeyboardInterrupt, QuireError, CommandError) as error:
                 if not is_terminal:
                     raise

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from quire.cli.settings import ClientSettings, GenerateSettings
 from quire.cli.streaming import show_each, show_one
+from quire.cli.target import connection_errors, find_target
 from quire.client import Client
 from quire.types import SamplingParams
 from rpc.settings import parse_settings
@@ -14,7 +15,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `quire generate`; give the exit code."""
     settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
-    with Client(settings.target) as client:
+    target = find_target(settings.target)
+    with connection_errors(target), Client(target) as client:
         events = client.generate(
             prompt,
             sampling_from(settings, ignore_eos=settings.ignore_eos),

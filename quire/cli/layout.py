@@ -31,8 +31,10 @@ _WORKER: Final = (
     "num_blocks",
     "block_size",
     "kv_cache_memory_gb",
+    "host_kv_memory_gb",
     "gpu_memory_utilization",
 )
+_SCHEDULER: Final = ("policy", "preemption_mode")
 
 _SIM_WORKERS: Final = (
     "max_model_len",
@@ -160,6 +162,7 @@ def plan(
         "scheduler_svc",
         chosen.scheduler_http_port,
         *("--uds", scheduler_socket, "--workers", ",".join(f"unix:{path}" for path in sockets)),
+        *_flags(settings, _SCHEDULER),
         group=1,
     )
     simulated = spec(

@@ -15,6 +15,7 @@ _DEVICE: Final = (
     "device",
     "dtype",
     "kv_cache_memory_gb",
+    "host_kv_memory_gb",
     "gpu_memory_utilization",
     "num_threads",
 )
@@ -65,6 +66,13 @@ class UpSettings(ProcessSettings):
     """Tokens of one KV block; default: the worker's."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Memory for KV blocks of a worker, in GiB; default: what memory allows."""
+    host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Host memory for KV that a worker's device has no room for, in GiB; default: the worker's."""
+    policy: str = ""
+    """Who is served first: fcfs, priority, fair, deadline, a combination such as
+    priority+fair+deadline, or the dotted path of a class; empty: fcfs."""
+    preemption_mode: Literal["cost", "swap", "recompute"] | None = None
+    """What becomes of the KV of a sequence that must make room; default: what costs less."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
     num_threads: Positive | None = None
@@ -107,8 +115,9 @@ class _CommandSettings(BaseSettings):
 class ClientSettings(_CommandSettings):
     """What `generate` and `chat` share."""
 
-    target: str = "127.0.0.1:50051"
-    """The router's gRPC: host:port, or unix:/path."""
+    target: str = ""
+    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
+    it is the only one, else 127.0.0.1:50051."""
     served_model_name: str = ""
     """Which of the service's models; empty: the only one served."""
     max_tokens: Positive | None = None

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from quire.cli.invocation import invocation
 from quire.cli.probe import Readiness, probe
 from quire.cli.service_dir import ServiceInfo, running_services
 from quire.cli.settings import StatusSettings
@@ -27,7 +28,11 @@ def main(argv: Sequence[str]) -> int:
         return 0 if _show_load(console, settings.target) else 1
     services = sorted(running_services(), key=lambda service: service.http_address)
     if not services:
-        console.print("no service of yours is up on this machine; `quire up` starts one")
+        console.print(
+            f"no service of yours is up on this machine; `{invocation()} up` starts one",
+            markup=False,
+            soft_wrap=True,
+        )
         return 1
     all_well = [_show_service(console, service) for service in services]
     return 0 if all(all_well) else 1

@@ -15,6 +15,7 @@ from quire.cli import layout, ports
 from quire.cli.child import describe_exit, wait_for
 from quire.cli.command_error import CommandError
 from quire.cli.display import Display, make_display
+from quire.cli.invocation import invocation
 from quire.cli.layout import Layout
 from quire.cli.probe import wait_until_ready
 from quire.cli.service_dir import (
@@ -63,7 +64,7 @@ def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
     if Path(service.model) != model:
         raise CommandError(
             f"--http-port: {settings.http_port}: a service of {service.model} is up there"
-            f" (pid {service.pid}); stop it with `quire down`, or choose other ports"
+            f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
     print(f"{service.model_name} is already up, as it was started (pid {service.pid}).")
     print(how_to_use(service.http_address, service.grpc_target, service.model_name))

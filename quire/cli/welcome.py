@@ -4,6 +4,8 @@ import subprocess
 import sys
 from typing import Final
 
+from quire.cli.invocation import invocation
+
 DEMO_PROMPT: Final = "def read_lines(path):\n"
 _DEMO_FLAGS: Final = ("--max-tokens", "120", "--temperature", "0.7", "--seed", "7")
 
@@ -11,14 +13,15 @@ _DEMO_FLAGS: Final = ("--max-tokens", "120", "--temperature", "0.7", "--seed", "
 def how_to_use(http_address: str, grpc_target: str, model_name: str) -> str:
     """Tell where the service is and what to try first."""
     port = http_address.rpartition(":")[2]
+    quire = invocation()
     target = "" if grpc_target == "127.0.0.1:50051" else f" --target {grpc_target}"
     body = f'{{"model": "{model_name}", "prompt": "def add(", "max_tokens": 64, "stream": true}}'
     return f"""\
   HTTP (OpenAI)   http://{http_address}/v1
   gRPC            {grpc_target}
-  stop it         quire down --http-port {port}
+  stop it         {quire} down --http-port {port}
 Try:
-  quire generate 'def add('{target}
+  {quire} generate 'def add('{target}
   curl -N http://{http_address}/v1/completions -H 'content-type: application/json' -d '{body}'"""
 
 

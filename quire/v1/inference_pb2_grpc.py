@@ -28,20 +28,23 @@ if _version_not_supported:
 class InferenceServiceStub(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request that
-    cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT names
-    the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an unknown
-    model, RESOURCE_EXHAUSTED a full queue (with google.rpc.RetryInfo), UNAVAILABLE a service that is
-    starting or draining. After acceptance the stream carries, for each of the `n` outputs, deltas in
-    order and then exactly one `finished`; after the last of these, one `usage`; then it ends with OK.
-    Events of different outputs interleave. A failure after acceptance is a `finished` with reason
-    ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
+    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
+    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
+    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
+    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
+    after the last of these, one `usage`; then it ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
+    by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
-    scheduler's policy; by default requests are served in the order in which they come. The call's
-    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
+    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def __init__(self, channel):
@@ -85,20 +88,23 @@ class InferenceServiceStub(object):
 class InferenceServiceServicer(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request that
-    cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT names
-    the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an unknown
-    model, RESOURCE_EXHAUSTED a full queue (with google.rpc.RetryInfo), UNAVAILABLE a service that is
-    starting or draining. After acceptance the stream carries, for each of the `n` outputs, deltas in
-    order and then exactly one `finished`; after the last of these, one `usage`; then it ends with OK.
-    Events of different outputs interleave. A failure after acceptance is a `finished` with reason
-    ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
+    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
+    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
+    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
+    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
+    after the last of these, one `usage`; then it ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
+    by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
-    scheduler's policy; by default requests are served in the order in which they come. The call's
-    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
+    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def Generate(self, request, context):
@@ -117,14 +123,15 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text, or a chat, into token ids as `Generate` would.
+        """Turns text, or a chat, into token ids as `Generate` would. RESOURCE_EXHAUSTED if too many calls
+        of this kind are in hand; generation goes on beside them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text.
+        """Turns token ids into text. RESOURCE_EXHAUSTED as for `Tokenize`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,20 +195,23 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService(object):
     """Generates text from a prompt.
 
-    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request that
-    cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT names
-    the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an unknown
-    model, RESOURCE_EXHAUSTED a full queue (with google.rpc.RetryInfo), UNAVAILABLE a service that is
-    starting or draining. After acceptance the stream carries, for each of the `n` outputs, deltas in
-    order and then exactly one `finished`; after the last of these, one `usage`; then it ends with OK.
-    Events of different outputs interleave. A failure after acceptance is a `finished` with reason
-    ERROR. Ending the call early, by cancellation or deadline, stops the work within two steps.
+    A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
+    that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
+    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
+    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
+    the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
+    after the last of these, one `usage`; then it ends with OK. Events of different outputs
+    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
+    by cancellation or deadline, stops the work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable characters, says whom it is for. What they do is the
-    scheduler's policy; by default requests are served in the order in which they come. The call's
-    deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
+    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
     @staticmethod

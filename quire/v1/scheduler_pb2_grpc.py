@@ -31,7 +31,8 @@ class SchedulerServiceStub(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. A submitted
+    that produced something for this router, holding the news of all its sequences. To a router that
+    reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
     comes back submits them again with what they had produced so far.
@@ -61,7 +62,8 @@ class SchedulerServiceServicer(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. A submitted
+    that produced something for this router, holding the news of all its sequences. To a router that
+    reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
     comes back submits them again with what they had produced so far.
@@ -108,7 +110,8 @@ class SchedulerService(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. A submitted
+    that produced something for this router, holding the news of all its sequences. To a router that
+    reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
     comes back submits them again with what they had produced so far.

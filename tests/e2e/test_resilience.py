@@ -164,14 +164,50 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
     assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
 
 
-def test_a_scheduler_that_ends_lets_live_streams_end_first(
+def test_streams_survive_a_scheduler_that_is_told_to_end(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    own.scheduler.signal(signal.SIGTERM)
-    _assert_as_unfailed(readers, unfailed)
-    own.scheduler.wait()
-    own.wait_until_not_ready()
+    own.scheduler.stop()
+    assert _num_live(readers) == len(REQUESTS), "it waited for them, or they were too short"
     own.start_scheduler()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    """Between two schedulers new ones are refused, to be sent again; none is begun and lost."""
+    is_over = threading.Event()
+    prompt = [5, 6, 7]
+
+    def ask_again_and_again() -> list[Result]:
+        results = []
+        while not is_over.is_set():
+            result = Result()
+            try:
+                for response in own.stub.Generate(generate_request(prompt, max_tokens=8)):
+                    result.add(response)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or result.token_ids:
+                    raise
+                is_over.wait(0.02)  # as a client that tries again does
+            else:
+                results.append(result)
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask_again_and_again) for _ in range(2)]
+        try:
+            own.scheduler.stop()
+            own.start_scheduler()
+            _assert_as_unfailed(readers, unfailed)
+        finally:
+            is_over.set()
+    results = [result for each in asking for result in each.result()]
+    assert results
+    assert all(result.outputs == results[0].outputs for result in results)
     own.wait_until_ready()
     own.wait_until_idle()
 

@@ -15,10 +15,13 @@ class FakeInference(InferenceServiceServicer):
     """Says "one two" to every prompt; goes on for ever if the prompt is "endless"."""
 
     requests: list[Any] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+    """Of the calls that generate."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request, context):
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         if request.text == "bad":
             raise InvalidArgumentError("sampling.top_p", "is 2; it must be in (0, 1]")
         if request.text == "busy":
@@ -37,13 +40,16 @@ class FakeInference(InferenceServiceServicer):
         finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
         if request.text == "fails":
             finished.finish_reason = common_pb2.FINISH_REASON_ERROR
-            finished.error.MergeFrom(common_pb2.OutputError(message="lost", retryable=True))
+            finished.error.MergeFrom(
+                common_pb2.OutputError(code=14, message="lost", retryable=True)
+            )
         yield inference_pb2.GenerateResponse(request_id="r", finished=finished)
         usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
         yield inference_pb2.GenerateResponse(request_id="r", usage=usage)
 
     async def GenerateOnce(self, request, context):
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         finished = inference_pb2.OutputFinished(
             finish_reason=common_pb2.FINISH_REASON_STOP, stop_string="!"
         )

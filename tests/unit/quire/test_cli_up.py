@@ -200,7 +200,7 @@ def test_second_up_of_the_same_model_says_it_is_up_already(machine):
     refused = machine.up(*same, "--detach")
     output, _ = refused.communicate(timeout=TIMEOUT_S)
     assert refused.returncode == 1
-    assert "quire down" in output
+    assert f"`{sys.executable} -m quire.cli down`" in output
 
 
 def test_environment_reaches_the_processes_but_ports_do_not(machine):

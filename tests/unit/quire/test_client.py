@@ -13,6 +13,7 @@ from quire.client import (
     Load,
     Model,
     OutputDelta,
+    OutputError,
     OutputFinished,
     SamplingParams,
     TokenLogprob,
@@ -132,3 +133,33 @@ async def test_leaving_an_asynchronous_stream_early_cancels_it(served):
         assert await anext(events) == EVENTS[0]
         await events.aclose()
         await asyncio.wait_for(served.fake.cancelled.wait(), 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {}),
+        ({"priority": -3}, {"x-quire-priority": "-3"}),
+        ({"priority": 5, "tenant": "a b"}, {"x-quire-priority": "5", "x-quire-tenant": "a b"}),
+    ],
+)
+async def test_priority_and_tenant_go_as_metadata(served, options, expected):
+    await synchronously(served.target, lambda c: list(c.generate("x", **options)))
+    await synchronously(served.target, lambda c: c.generate_once("x", **options))
+    async with AsyncClient(served.target) as client:
+        assert [event async for event in client.generate("x", **options)] == EVENTS
+        await client.generate_once("x", **options)
+    sent = [{k: v for k, v in m.items() if k.startswith("x-")} for m in served.fake.metadata]
+    assert sent == [expected] * 4
+
+
+async def test_a_tenant_that_metadata_cannot_carry_is_refused_by_name(served):
+    with pytest.raises(InvalidArgumentError, match="tenant is 'é'"):
+        await synchronously(served.target, lambda c: list(c.generate("x", tenant="é")))
+
+
+async def test_the_failure_of_an_output_has_its_code(served):
+    events = await synchronously(served.target, lambda c: list(c.generate("fails")))
+    assert events[2] == OutputFinished(
+        0, FinishReason.ERROR, error=OutputError(14, "lost", retryable=True)
+    )

@@ -1,7 +1,8 @@
-"""A router whose scheduler client breaks, which is a bug: it ends, and at once."""
+"""A whole router that has no scheduler, or whose scheduler client breaks."""
 
 import asyncio
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fake_scheduler import FakeScheduler
@@ -46,3 +47,19 @@ async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
     assert responses[0].finished.finish_reason == common_pb2.FINISH_REASON_ERROR
     assert responses[0].finished.error.retryable
     await scheduler.stop()
+
+
+async def test_nothing_is_tokenized_before_the_models_limits_are_known(model_dir, tmp_path):
+    uds, stop = tmp_path / "r", asyncio.Event()
+    settings = RouterSettings(
+        model=model_dir, scheduler=f"unix:{tmp_path / 'nobody'}", uds=uds, http_port=0
+    )
+    task = asyncio.create_task(run_router(settings, stop))
+    async with open_channel(f"unix:{uds}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(inference_pb2.TokenizeRequest(text="hello"), wait_for_ready=True)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "scheduler" in caught.value.details()
+    stop.set()
+    await task

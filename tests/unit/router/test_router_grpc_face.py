@@ -266,6 +266,15 @@ async def test_a_chat_is_tokenized_by_the_template_without_special_tokens_twice(
     assert answer.text == "<s>user: hi\nassistant:"
 
 
+async def test_add_special_tokens_with_a_chat_is_refused_by_name(process):
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    for value in (True, False):
+        asked = inference_pb2.TokenizeRequest(chat=chat, add_special_tokens=value)
+        error, details = await details_of(process.stub.Tokenize(asked))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details["BadRequest"].field_violations[0].field == "add_special_tokens"
+
+
 async def test_the_load_is_the_schedulers(process):
     load = await process.stub.GetLoad(inference_pb2.GetLoadRequest())
     assert load.load == process.scheduler.load

@@ -86,7 +86,8 @@ async def test_slow_tokenizations_are_bounded_and_generation_goes_on_beside_them
     assert await router.inference.tokenize("", "hello")
 
 
-async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router, slow):
+@pytest.mark.usefixtures("slow")
+async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router):
     asked = [asyncio.create_task(router.inference.tokenize("", "slow")) for _ in range(3)]
     while router.inference._questions.num_pending < len(asked):  # noqa: ASYNC110
         await asyncio.sleep(0)

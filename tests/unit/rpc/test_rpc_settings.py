@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from rpc.settings import Port, ProcessSettings, parse_settings
 
@@ -142,3 +142,22 @@ def test_help_shows_docstring_default_and_variable_of_each_flag(capsys):
         assert field.description in printed
         assert f"[env: QUIRE_{name.upper()}]" in printed
     assert "Port of gRPC. (default: 50051)" in printed
+
+
+class HelpSettings(ProcessSettings):
+    """Has what Python would describe in its own words."""
+
+    peers: tuple[str, ...] = ()
+    """Addresses of peers."""
+    port: Port = Field(default_factory=lambda: 7)
+    """Default: computed."""
+
+
+def test_help_has_no_words_of_python(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(HelpSettings, "quire-example", ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--peers str " in printed
+    assert "tuple" not in printed
+    assert "factory" not in printed
+    assert "Default: computed. [env: QUIRE_PORT]" in printed

@@ -74,6 +74,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.hold_results_for_batches = 0
         self.wrong_results = None
         self.failing_rows = frozenset()
+        self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
         self._server = None
 
@@ -152,6 +153,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             del self.rows[row]
         for new in batch.new_sequences:
             self._admit(new)
+        if any(state.token_ids[0] == self.poison for state in self.rows.values()):
+            raise RuntimeError("a step fails as a whole")
         appended = zip(
             unpack_int32(batch.appended_rows, "appended_rows").tolist(),
             unpack_int32(batch.appended_block_ids, "appended_block_ids").tolist(),

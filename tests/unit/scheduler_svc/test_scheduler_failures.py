@@ -128,14 +128,70 @@ async def test_worker_that_does_not_answer_a_step_is_lost(folder, worker, connec
 
 
 async def test_idle_worker_is_not_lost(folder, worker, connect):
-    async with running_scheduler(folder, [worker.target], step_timeout_s=1) as scheduler:
+    async with running_scheduler(folder, [worker.target], step_timeout_s=0.3) as scheduler:
         router = await connect(scheduler.target)
         await router.submit(0, [1], max_tokens=3)
         await router.read_until_finished(0)
-        await asyncio.sleep(1.2)  # longer than a step may take: this time is what is under test
+        now = asyncio.get_running_loop().time
+        until = now() + 0.4  # longer than a step may take: this time is what is under test
+        while now() < until:
+            assert (await router.load()).num_workers == 1
         await router.submit(1, [1], max_tokens=3)
         await router.read_until_finished(1)
     assert worker.num_attaches == 1
+
+
+async def test_request_that_takes_its_workers_down_ends_and_spares_its_neighbours(
+    folder, worker, connect
+):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        worker.pause()
+        for key in range(5):
+            await router.submit(key, [key + 1, 2], max_tokens=100)
+        await worker.run_until_answered(5)
+        worker.poison = 666
+        await router.submit(9, [666, 1], max_tokens=10, n=2)
+        worker.resume()
+        await router.read_until_finished(*range(5), 9, 10)
+        await router.wait_for_load(lambda load: num_live(load) == 0)
+    for key in (9, 10):
+        assert router.finished[key].finish_reason == common_pb2.FINISH_REASON_ERROR
+        assert "lost 3 times in a row" in router.finished[key].error.message
+    assert router.tokens == {key: expected_tokens([key + 1, 2], 100) for key in range(5)}
+    assert worker.num_attaches == 4
+
+
+async def test_requests_that_wait_are_not_blamed_for_a_lost_worker(folder, connect):
+    worker = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        worker.poison = 666
+        worker.pause()
+        await router.submit(0, [666, 1], max_tokens=10)
+        for key in range(1, 4):
+            await router.submit(key, [key, 2], max_tokens=10)
+        await router.wait_for_load(lambda load: num_live(load) == 4)
+        worker.resume()
+        await router.read_until_finished(*range(4))
+    await worker.die()
+    assert router.finished[0].finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert router.tokens == {key: expected_tokens([key, 2], 10) for key in range(1, 4)}
+
+
+async def test_request_that_gains_tokens_survives_any_number_of_losses(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        worker.pause()
+        router = await connect(scheduler.target)
+        await router.submit(0, [1, 2], max_tokens=60)
+        for num_answered in range(3, 24, 3):
+            await worker.run_until_answered(num_answered)
+            await worker.die()
+            await wait_until_not_ready(scheduler)
+            await worker.start()
+        worker.resume()
+        await router.read_until_finished(0)
+    assert router.tokens[0] == expected_tokens([1, 2], 60)
 
 
 def name_another_step(result):
@@ -227,7 +283,7 @@ async def start_process(folder, worker, *arguments):
     )
 
 
-async def test_process_finishes_what_lives_when_it_is_terminated(folder, worker, connect):
+async def test_process_hands_over_what_lives_when_it_is_terminated(folder, worker, connect):
     process = await start_process(folder, worker)
     while b"worker attached" not in await process.stderr.readline():
         pass
@@ -239,8 +295,10 @@ async def test_process_finishes_what_lives_when_it_is_terminated(folder, worker,
     while b"draining" not in await process.stderr.readline():
         pass
     worker.resume()
-    await router.read_until_finished(0)
-    assert router.tokens[0] == expected_tokens([1, 2], 50)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.read_until_finished(0)
+    assert caught.value.details() == "the scheduler is shutting down"
+    assert router.tokens[0] == expected_tokens([1, 2], 2)
     await process.communicate()
     assert process.returncode == 0
 

@@ -1,6 +1,7 @@
 """The scheduler's small parts: placement, holding, router streams, settings, spans, metrics."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +15,18 @@ from rpc.packing import pack_int32, pack_uint64
 from rpc.settings import parse_settings
 from rpc.telemetry import inject
 from scheduler_svc import telemetry
-from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.plan import Admitted, Finished
-from scheduler_svc.core.request import FinishReason, Request
-from scheduler_svc.domain import SubmitRequest
+from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.plan import Admitted, Finished, NewSequence, StepPlan
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.holding import HeldRequests
-from scheduler_svc.metrics import LoadCollector
+from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.placement import WorkerLoad, least_loaded
+from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.session import Session
 from scheduler_svc.settings import SchedulerSettings
 
 
@@ -32,22 +36,104 @@ def make_request(source=1, key=0, n=1, **changes):
 
 class TestPlacement:
     def test_fewest_sequences_waiting_or_running(self):
-        loads = [WorkerLoad(5, 1, 10), WorkerLoad(1, 4, 10), WorkerLoad(6, 0, 10)]
-        assert least_loaded(loads, 1, can_refuse=True) == 1
+        loads = [WorkerLoad(5, 1, 10, 50), WorkerLoad(1, 4, 10, 50), WorkerLoad(6, 0, 10, 50)]
+        assert least_loaded(loads, 1, 50, can_refuse=True) == 1
 
     def test_first_of_equals(self):
-        assert least_loaded([WorkerLoad(2, 2, 10), WorkerLoad(4, 0, 10)], 1, can_refuse=True) == 0
+        loads = [WorkerLoad(2, 2, 10, 50), WorkerLoad(4, 0, 10, 50)]
+        assert least_loaded(loads, 1, 50, can_refuse=True) == 0
 
     def test_full_queue_is_passed_over(self):
-        loads = [WorkerLoad(0, 9, 10), WorkerLoad(64, 8, 10)]
-        assert least_loaded(loads, 2, can_refuse=True) == 1
+        loads = [WorkerLoad(0, 9, 10, 50), WorkerLoad(64, 8, 10, 50)]
+        assert least_loaded(loads, 2, 50, can_refuse=True) == 1
 
     def test_no_room_anywhere(self):
-        assert least_loaded([WorkerLoad(0, 9, 10)], 2, can_refuse=True) is None
+        assert least_loaded([WorkerLoad(0, 9, 10, 50)], 2, 50, can_refuse=True) is None
 
     def test_accepted_request_goes_where_there_is_no_room(self):
-        loads = [WorkerLoad(0, 12, 10), WorkerLoad(0, 10, 10)]
-        assert least_loaded(loads, 2, can_refuse=False) == 1
+        loads = [WorkerLoad(0, 12, 10, 50), WorkerLoad(0, 10, 10, 50)]
+        assert least_loaded(loads, 2, 50, can_refuse=False) == 1
+
+    @pytest.mark.parametrize("can_refuse", [False, True])
+    def test_worker_that_takes_no_such_length_is_passed_over(self, can_refuse):
+        loads = [WorkerLoad(0, 0, 10, 50), WorkerLoad(9, 0, 10, 51)]
+        assert least_loaded(loads, 1, 51, can_refuse=can_refuse) == 1
+        assert least_loaded(loads, 1, 50, can_refuse=can_refuse) == 0
+
+    def test_request_too_long_for_all_goes_where_the_limit_is_highest(self):
+        loads = [WorkerLoad(0, 0, 10, 50), WorkerLoad(9, 0, 10, 51), WorkerLoad(0, 0, 10, 9)]
+        assert least_loaded(loads, 1, 99, can_refuse=True) == 1
+
+
+class FakeLink:
+    """A worker that answers nothing, because it is asked nothing."""
+
+    lost = None
+
+
+def make_session(spans):
+    config = SchedulerConfig(
+        num_blocks=8, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32
+    )
+    return Session(
+        FakeLink(),
+        Scheduler(config),
+        wake=asyncio.Event(),
+        streams=RouterStreams(1000),
+        spans=spans,
+        metrics=SchedulerMetrics(CollectorRegistry()).of("w"),
+    )
+
+
+def test_source_that_goes_right_after_a_request_leaves_no_span_behind():
+    spans = telemetry.QueueSpans()
+    session = make_session(spans)
+    session.post(SubmitRequest(make_request(source=3, traceparent="00-1-2-01")))
+    session.post(DropSource(3))
+    spans.drop_source(3)  # by the fleet, at once
+    assert session.end() == ()
+    assert not spans._traced
+
+
+class TestProgress:
+    @staticmethod
+    def plan(*new_sequences, released=()):
+        none = np.empty(0, np.int32)
+        released = np.array(released, np.int32)
+        return StepPlan(1, released, new_sequences, none, none, none, none, none, none, 0, 0)
+
+    @staticmethod
+    def sequence(row, known, sampling=b"s", output_index=0):
+        tokens = np.array(known, np.int32)
+        return NewSequence(1, row, tokens, 2, 0, tokens, sampling, output_index, 7, "")
+
+    @staticmethod
+    def request(*outputs, sampling=b"s"):
+        so_far = tuple(
+            OutputSoFar(np.array(tokens, np.int32), finished=False) for tokens in outputs
+        )
+        return replace(make_request(n=len(outputs), outputs=so_far), sampling=sampling)
+
+    def test_one_without_a_row_has_waited(self):
+        at_worker = SequencesAtWorker()
+        at_worker.sent(self.plan(self.sequence(0, [1, 2]), self.sequence(1, [1, 3])))
+        at_worker.sent(self.plan(released=[0]))
+        assert at_worker.find(self.request([])) is Progress.WAITED
+        at_worker.sent(self.plan(self.sequence(0, [1, 2], sampling=b"other")))
+        assert at_worker.find(self.request([])) is Progress.WAITED
+
+    def test_what_counts_is_what_it_gained_since_it_got_its_row(self):
+        at_worker = SequencesAtWorker()
+        at_worker.sent(self.plan(self.sequence(0, [1, 2, 8, 9])))
+        assert at_worker.find(self.request([8, 9])) is Progress.NONE
+        assert at_worker.find(self.request([8, 9, 7])) is Progress.SOME
+
+    def test_one_output_that_gains_is_enough(self):
+        at_worker = SequencesAtWorker()
+        rows = self.sequence(0, [1, 2]), self.sequence(1, [1, 2], output_index=1)
+        at_worker.sent(self.plan(*rows))
+        assert at_worker.find(self.request([], [])) is Progress.NONE
+        assert at_worker.find(self.request([], [5])) is Progress.SOME
 
 
 class TestHolding:

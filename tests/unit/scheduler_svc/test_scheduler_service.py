@@ -334,7 +334,9 @@ async def test_stream_that_does_not_begin_with_hello_is_refused(folder, worker, 
         assert "hello" in caught.value.details()
 
 
-async def test_drain_finishes_what_lives_and_refuses_what_comes(folder, worker, connect):
+async def test_drain_answers_the_steps_in_flight_and_leaves_the_rest_to_the_next_scheduler(
+    folder, worker, connect
+):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         worker.pause()
@@ -343,15 +345,82 @@ async def test_drain_finishes_what_lives_and_refuses_what_comes(folder, worker, 
         scheduler.stop.set()
         await wait_until_not_ready(scheduler)
         await router.submit(1, [1, 2], max_tokens=30)
-        await router.read_until(lambda: router.refused)
-        assert router.refused[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
         worker.resume()
-        await router.read_until_finished(0)
-        assert router.tokens[0] == expected_tokens([1, 2], 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.read_until_finished(0)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "the scheduler is shutting down"
+        await scheduler.task
+    assert router.tokens == {0: expected_tokens([1, 2], 2)}
+    assert len(worker.received) == 2
+    assert not router.refused, "it would be told to the client; left alone, it is submitted again"
+
+
+async def test_drain_does_not_wait_for_a_worker_that_does_not_answer(
+    folder, worker, connect, monkeypatch
+):
+    monkeypatch.setattr("scheduler_svc.fleet._HAND_OVER_S", 0.05)
+    async with running_scheduler(folder, [worker.target], drain_s=1000) as scheduler:
+        router = await connect(scheduler.target)
+        worker.pause()
+        await router.submit(0, [1, 2], max_tokens=30)
+        await worker.wait_for_batches(2)
+        scheduler.stop.set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await scheduler.task
+
+
+async def test_next_scheduler_goes_on_where_the_one_before_was_told_to_end(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
+        before = await connect(scheduler.target)
+        await before.submit(0, [1, 2], max_tokens=300)
+        await before.read()
+        scheduler.stop.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await before.read_until_finished(0)
+        await scheduler.task
+    assert 0 < len(before.tokens[0]) < 300, "it ended too late to matter"
+    output = scheduler_pb2.OutputSoFar(token_ids=pack_int32(before.tokens[0]))
+    async with running_scheduler(folder, [worker.target], epoch=2) as scheduler:
+        after = await connect(scheduler.target)
+        await after.submit(0, [1, 2], max_tokens=300, outputs=[output])
+        await after.read_until_finished(0)
+    assert before.tokens[0] + after.tokens[0] == expected_tokens([1, 2], 300)
+
+
+async def test_bug_in_reading_ends_the_stream_with_an_error(folder, worker, connect, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        monkeypatch.setattr("scheduler_svc.server.request_from_proto", fail)
+        await router.submit(0, [1, 2])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.read()
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_request_too_long_for_one_worker_goes_to_another(folder, worker, connect):
+    small = await FakeWorker(f"unix:{folder}/w1", num_blocks=10, block_size=4).start()
+    small.attach_error = grpc.StatusCode.UNAVAILABLE
+    async with running_scheduler(folder, [small.target, worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        small.attach_error = None
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        worker.pause()
+        for key in range(3):  # now it has more than the small one
+            await router.submit(key, [key], max_tokens=60)
+        await router.submit(3, [7], max_tokens=600)
+        await router.read_until(lambda: router.refused)
+        assert "together they may be 512" in router.refused[3].message
+        worker.resume()
+        await router.read_until_finished(0, 1, 2)
+        assert not small.received
+    await small.die()
+    assert router.tokens == {key: expected_tokens([key], 60) for key in range(3)}
 
 
 async def test_two_workers_share_the_requests(folder, worker, connect):

@@ -1,0 +1,26 @@
+"""How the user calls this program, for the commands that its messages suggest."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def invocation() -> str:
+    """Give what to type for `quire`: that word if it is on PATH, else where this one is."""
+    program = sys.argv[0]
+    found = shutil.which("quire")
+    if found is not None and os.path.realpath(found) == os.path.realpath(program):
+        return "quire"
+    if Path(program).name == "quire":
+        return shlex.quote(_from_here(program))
+    return f"{shlex.quote(_from_here(sys.executable))} -m quire.cli"
+
+
+def _from_here(program: str) -> str:
+    """Give the shorter path; a link stays one, since a virtual environment's program is."""
+    path, here = Path(program).absolute(), Path.cwd()
+    if path.parent == here:
+        return f"./{path.name}"
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,42 @@
+"""Which router `generate` and `chat` talk to, and what they say if none is there."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from quire.cli.command_error import CommandError
+from quire.cli.invocation import invocation
+from quire.cli.service_dir import ServiceDirError, running_services
+from rpc.errors import UnavailableError
+
+DEFAULT_TARGET: Final = "127.0.0.1:50051"
+
+_NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
+"""How gRPC's own words begin; a router that is there, but not ready, has others."""
+
+
+def find_target(target: str) -> str:
+    """Give `target`, or if it is empty the one service that runs here, or the default port."""
+    if target:
+        return target
+    # What a stranger put there is no reason not to try the default.
+    with contextlib.suppress(ServiceDirError):
+        services = list(running_services())
+        if len(services) == 1:
+            return services[0].grpc_target
+    return DEFAULT_TARGET
+
+
+@contextlib.contextmanager
+def connection_errors(target: str) -> Iterator[None]:
+    """Turn the failure to reach `target` into a CommandError that says what to do."""
+    try:
+        yield
+    except UnavailableError as error:
+        if not str(error).lower().startswith(_NO_CONNECTION):
+            raise
+        quire = invocation()
+        raise CommandError(
+            f"nothing answers at {target}: `{quire} up` starts a service, `{quire} status` shows"
+            " what runs here, and --target HOST:PORT names one elsewhere"
+        ) from None
