@@ -110,6 +110,8 @@ def _train(trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, ranks: Ranks)
             progress.held_out_loss = trainer.validate()
             _export(trainer, corpus, tokenizer)
             exported = True
+    if ranks.rank > 0:
+        return
     progress.held_out_loss = trainer.validate()
     trainer.save()
     print(

@@ -11,7 +11,7 @@ if shutil.which("nvidia-smi") is None:  # transformers imports triton, which rea
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "short",
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

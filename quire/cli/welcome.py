@@ -6,8 +6,8 @@ from typing import Final
 
 from quire.cli.invocation import invocation
 
-DEMO_PROMPT: Final = "def read_lines(path):\n"
-_DEMO_FLAGS: Final = ("--max-tokens", "120", "--temperature", "0.7", "--seed", "7")
+DEMO_PROMPT: Final = 'class Stack:\n    """A last-in, first-out container."""\n'
+_DEMO_FLAGS: Final = ("--max-tokens", "100", "--temperature", "0.6", "--seed", "1")
 
 
 def how_to_use(http_address: str, grpc_target: str, model_name: str) -> str:
