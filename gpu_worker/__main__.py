@@ -1,5 +1,6 @@
 """Starts a worker: `quire-worker` or `python -m gpu_worker`."""
 
+import os
 import sys
 
 from gpu_worker.app import StepsFailedError, run_worker
@@ -12,6 +13,9 @@ from rpc.settings import parse_settings
 
 def main() -> None:
     """Run a worker until SIGTERM or SIGINT."""
+    # Between two parallel regions torch's threads would spin, and take the cores that router,
+    # scheduler and clients need. Read when torch is imported, which happens later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = parse_settings(WorkerSettings, "quire-worker")
     logs.configure(settings.log_level, settings.log_format, "worker")
     telemetry.configure("quire-worker", settings)

@@ -29,7 +29,7 @@ def paged_attention_decode(
     """
     out = torch.zeros_like(query)
     lens: list[int] = seq_lens.tolist()
-    kv = KvGather.for_lens(key_cache, value_cache, lens)
+    kv = KvGather(key_cache, value_cache)
     for seq, seq_len in enumerate(lens):
         if seq_len > 0:
             key, value = kv.read(block_tables[seq], seq_len)

@@ -3,44 +3,51 @@
 Symbols: `HKV` kv heads, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
+_SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # numpy knows no bfloat16
 
-@dataclass(frozen=True, slots=True)
+
 class KvGather:
-    """Reads sequences out of one layer's caches, each time into the same two buffers.
+    """Reads sequences out of one layer's caches, `key_cache` and `value_cache` [B, P, HKV, D]."""
 
-    The buffers, sized for the longest sequence, save allocating and faulting in fresh pages for
-    each one: with contexts of a thousand tokens that is 40 % of a decode step's attention.
-    """
-
-    key_cache: torch.Tensor  # [B, P, HKV, D]
-    value_cache: torch.Tensor  # [B, P, HKV, D]
-    key_buffer: torch.Tensor  # [blocks of the longest sequence, P, HKV, D]
-    value_buffer: torch.Tensor  # as key_buffer
-
-    @classmethod
-    def for_lens(
-        cls, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: list[int]
-    ) -> Self:
-        """Return a reader for sequences of at most `max(seq_lens)` tokens."""
-        num_blocks = -(-max(seq_lens, default=0) // key_cache.shape[1])
-        shape = (num_blocks, *key_cache.shape[1:])
-        return cls(key_cache, value_cache, key_cache.new_empty(shape), value_cache.new_empty(shape))
+    def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        self._key_blocks = _Blocks(key_cache)
+        self._value_blocks = _Blocks(value_cache)
+        self._block_size = key_cache.shape[1]
 
     def read(self, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first `seq_len` keys and values, each [1, HKV, seq_len, D].
+        """Copy the first `seq_len` keys and values, each [1, HKV, seq_len, D].
 
-        `block_table` is int32[M]. The result is valid until the next `read`.
+        `block_table` is int32[M].
         """
-        blocks = block_table[: -(-seq_len // self.key_cache.shape[1])]
-        num_blocks = blocks.shape[0]
-        key = torch.index_select(self.key_cache, 0, blocks, out=self.key_buffer[:num_blocks])
-        value = torch.index_select(self.value_cache, 0, blocks, out=self.value_buffer[:num_blocks])
+        blocks = block_table[: -(-seq_len // self._block_size)]
+        key, value = self._key_blocks.read(blocks), self._value_blocks.read(blocks)
         return _by_head(key, seq_len), _by_head(value, seq_len)
+
+
+class _Blocks:
+    """One cache, its blocks copied by number.
+
+    A block is contiguous and blocks are far apart. numpy copies such rows as they are, torch
+    element by element: 3 against 46 microseconds for ten blocks of 8 kB.
+    """
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        self._cache = cache
+        self._rows: npt.NDArray[Any] | None = None
+        if cache.device.type == "cpu" and cache[:1].is_contiguous():
+            self._rows = cache.flatten(1).view(_SAME_SIZE_INT[cache.itemsize]).numpy()
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return [N, P, HKV, D] for int32[N]."""
+        if self._rows is None:
+            return self._cache.index_select(0, blocks)
+        copied = torch.from_numpy(self._rows[blocks.numpy()])
+        return copied.view(self._cache.dtype).view(-1, *self._cache.shape[1:])
 
 
 def _by_head(blocks: torch.Tensor, seq_len: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ def paged_attention_prefill(
     out = torch.zeros_like(query)
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
-    kv = KvGather.for_lens(key_cache, value_cache, lens)
+    kv = KvGather(key_cache, value_cache)
     for seq, seq_len in enumerate(lens):
         start, end = starts[seq], starts[seq + 1]
         if start < end and seq_len > 0:
