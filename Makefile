@@ -10,10 +10,11 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
+	@echo "installing into $(VENV) (a few minutes) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	$(BIN)/pip install -qq --upgrade pip
+	$(BIN)/pip install -qq $(TORCH)
+	$(BIN)/pip install -qq --editable '.[worker,dev]'
 	touch $@
 
 up: setup
