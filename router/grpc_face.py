@@ -49,9 +49,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         for the reader then unwinds this very frame, and with it the request, at once.
         """
         domain_request = _request(request, context)
+        expired: QuireError | None = None
         async with await self._inference.generate(domain_request) as live:
             async for event in live:
+                if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
+                    expired = _failure(event)
                 await context.write(event_to_proto(live.request_id, event))
+        if expired is not None:  # what the client's own clock would have said a moment later
+            raise expired
 
     async def GenerateOnce(  # noqa: N802
         self,

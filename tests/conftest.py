@@ -2,8 +2,12 @@
 
 import os
 import shutil
+import signal
 
 from hypothesis import HealthCheck, settings
+
+# A shell that starts the tests in the background ignores it, and every child would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if shutil.which("nvidia-smi") is None:  # transformers imports triton, which reads it then
     os.environ["TRITON_INTERPRET"] = "1"

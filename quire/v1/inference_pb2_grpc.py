@@ -37,8 +37,9 @@ class InferenceServiceStub(object):
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
-    by cancellation or deadline, stops the work within two steps.
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
+    work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
@@ -97,8 +98,9 @@ class InferenceServiceServicer(object):
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
-    by cancellation or deadline, stops the work within two steps.
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
+    work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
@@ -204,8 +206,9 @@ class InferenceService(object):
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
-    interleave. A failure after acceptance is a `finished` with reason ERROR. Ending the call early,
-    by cancellation or deadline, stops the work within two steps.
+    interleave. A failure after acceptance is a `finished` with reason ERROR. A call whose deadline
+    passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
+    work within two steps.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
