@@ -93,6 +93,7 @@ class Rows:
         for new_row in step.new_rows:
             self._add(new_row)
         self._append_blocks(step.appended_rows, step.appended_block_ids)
+        self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
         return self._schedule(step)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
@@ -147,6 +148,12 @@ class Rows:
         _require(has_room, "appended_rows", rows, "whose block table is full")
         self.block_tables[rows, self.num_blocks[rows]] = block_ids
         self.num_blocks[rows] += 1
+
+    def _rename_blocks(self, src: Int32Array, dst: Int32Array) -> None:
+        if len(src):
+            names = np.arange(self._limits.num_blocks, dtype=np.int32)
+            names[src] = dst
+            self.block_tables = names[self.block_tables]
 
     def _schedule(self, step: StepInput) -> ScheduledRows:
         (decoding,) = np.nonzero(self.is_decoding)

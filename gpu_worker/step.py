@@ -41,6 +41,7 @@ class Limits:
     """Token slots of one block."""
     vocab_size: int
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -93,6 +94,17 @@ class StepInput:
     """Host blocks whose contents go to device blocks, `swap_in_dst_block_ids`, by the time that the
     next step computes."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    renamed_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks that every block table, with this step's changes, names
+    `renamed_dst_block_ids` from now on."""
+    renamed_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    disk_store_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks to store in disk blocks, `disk_store_dst_block_ids`; read before anything is
+    written in this step."""
+    disk_store_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    disk_load_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks to load to host blocks, `disk_load_dst_block_ids`."""
+    disk_load_dst_block_ids: Int32Array = field(default_factory=_no_ints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,3 +138,11 @@ class StepOutput:
     """Seconds from taking the step up to having its result."""
     failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)
     """Those of the step's `swap_in_dst_block_ids` whose content is not to be trusted."""
+    stored_disk_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks whose store, of this or an earlier step, has ended well by now."""
+    failed_disk_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks whose store has failed; they hold nothing."""
+    loaded_host_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose load has ended well."""
+    failed_host_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose load has failed; they hold nothing."""

@@ -28,10 +28,17 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
     _require_parallel("appended_block_ids", appended_block_ids, "appended_rows", appended_rows)
     _require_parallel("chunk_lens", chunk_lens, "chunk_rows", chunk_rows)
     _require_range("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
-    device, host = limits.num_blocks, limits.num_host_blocks
+    device, host, disk = limits.num_blocks, limits.num_host_blocks, limits.num_disk_blocks
     copy_src, copy_dst = _moves(batch.kv_commands, "copy", device, device)
     out_src, out_dst = _moves(batch.kv_commands, "swap_out", device, host)
     in_src, in_dst = _moves(batch.kv_commands, "swap_in", host, device)
+    store_src, store_dst = _moves(batch.kv_commands, "disk_store", host, disk)
+    load_src, load_dst = _moves(batch.kv_commands, "disk_load", disk, host)
+    renamed_src = _blocks(batch.renamed_src_block_ids, "renamed_src_block_ids", device)
+    renamed_dst = _blocks(batch.renamed_dst_block_ids, "renamed_dst_block_ids", device)
+    _require_parallel("renamed_dst_block_ids", renamed_dst, "renamed_src_block_ids", renamed_src)
+    _require_distinct("renamed_src_block_ids", renamed_src)
+    _require_distinct("renamed_dst_block_ids", renamed_dst)
     if len(out_src) and len(in_src):
         raise InvalidArgumentError(
             "kv_commands.swap_in_src_block_ids",
@@ -48,6 +55,12 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         swap_out_dst_block_ids=out_dst,
         swap_in_src_block_ids=in_src,
         swap_in_dst_block_ids=in_dst,
+        renamed_src_block_ids=renamed_src,
+        renamed_dst_block_ids=renamed_dst,
+        disk_store_src_block_ids=store_src,
+        disk_store_dst_block_ids=store_dst,
+        disk_load_src_block_ids=load_src,
+        disk_load_dst_block_ids=load_dst,
         copy_src_block_ids=copy_src,
         copy_dst_block_ids=copy_dst,
         chunk_rows=chunk_rows,
@@ -65,6 +78,10 @@ def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResul
         stopped_rows=pack_int32(output.stopped_rows),
         failed_rows=pack_int32(output.failed_rows),
         failed_swap_in_block_ids=pack_int32(output.failed_swap_in_block_ids),
+        stored_disk_block_ids=pack_int32(output.stored_disk_block_ids),
+        failed_disk_block_ids=pack_int32(output.failed_disk_block_ids),
+        loaded_host_block_ids=pack_int32(output.loaded_host_block_ids),
+        failed_host_block_ids=pack_int32(output.failed_host_block_ids),
         logprobs=[_logprob_to_proto(logprob) for logprob in output.logprobs],
         execute_s=output.execute_s,
     )
@@ -90,6 +107,8 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         num_host_blocks=limits.num_host_blocks,
         swap_bytes_per_s=info.swap_bytes_per_s,
         prefill_tokens_per_s=info.prefill_tokens_per_s,
+        num_disk_blocks=limits.num_disk_blocks,
+        disk_bytes_per_s=info.disk_bytes_per_s,
         dtype=info.dtype,
     )
 

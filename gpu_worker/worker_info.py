@@ -25,6 +25,8 @@ class WorkerInfo:
     """How fast blocks move between device and host; 0: not measured."""
     prefill_tokens_per_s: float = 0.0
     """How fast prompts are computed; 0: not measured."""
+    disk_bytes_per_s: float = 0.0
+    """How fast blocks come from the disk; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """The calls of a scheduler core as values: its inputs, and what is kept of the plans it answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 from zlib import crc32
+
+import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
@@ -93,6 +95,12 @@ class RecordedPlan:
     swap_out_dst_block_ids: tuple[int, ...]
     swap_in_src_block_ids: tuple[int, ...]
     swap_in_dst_block_ids: tuple[int, ...]
+    renamed_src_block_ids: tuple[int, ...]
+    renamed_dst_block_ids: tuple[int, ...]
+    disk_store_src_block_ids: tuple[int, ...]
+    disk_store_dst_block_ids: tuple[int, ...]
+    disk_load_src_block_ids: tuple[int, ...]
+    disk_load_dst_block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +123,17 @@ class End:
 
 def keep_plan(plan: StepPlan) -> RecordedPlan:
     """Make what a recording keeps of a plan."""
+    arrays = {
+        field.name: _tuple(value)
+        for field in fields(RecordedPlan)
+        if isinstance(value := getattr(plan, field.name), np.ndarray)
+    }
     return RecordedPlan(
         step_id=plan.step_id,
-        released_rows=_tuple(plan.released_rows),
         new_sequences=tuple(_keep_sequence(new) for new in plan.new_sequences),
-        appended_rows=_tuple(plan.appended_rows),
-        appended_block_ids=_tuple(plan.appended_block_ids),
-        copy_src_block_ids=_tuple(plan.copy_src_block_ids),
-        copy_dst_block_ids=_tuple(plan.copy_dst_block_ids),
-        chunk_rows=_tuple(plan.chunk_rows),
-        chunk_lens=_tuple(plan.chunk_lens),
         num_decodes=plan.num_decodes,
         num_scheduled_tokens=plan.num_scheduled_tokens,
-        swap_out_src_block_ids=_tuple(plan.swap_out_src_block_ids),
-        swap_out_dst_block_ids=_tuple(plan.swap_out_dst_block_ids),
-        swap_in_src_block_ids=_tuple(plan.swap_in_src_block_ids),
-        swap_in_dst_block_ids=_tuple(plan.swap_in_dst_block_ids),
+        **arrays,
     )
 
 

@@ -35,6 +35,9 @@ class WorkerInfo:
     """How fast blocks move between device and host; 0: not measured."""
     prefill_tokens_per_s: float = 0.0
     """How fast prompts are computed; 0: not measured."""
+    num_disk_blocks: int = 0
+    disk_bytes_per_s: float = 0.0
+    """How fast blocks come from the disk; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

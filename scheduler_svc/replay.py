@@ -230,8 +230,7 @@ class _WatchedScheduler(Scheduler):
         assert seq.row is not None
         step = StepId(self._steps.last + 1)
         num_free = self._pool.num_free
-        live = (other for by_key in self._live.values() for other in by_key.values())
-        running = [other for other in live if other.row is not None]
+        running = [other for other in self._live if other.row is not None]
         preemption = Preemption(
             step_id=step,
             seq_id=seq.seq_id,

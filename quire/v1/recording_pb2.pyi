@@ -99,7 +99,7 @@ class RecordedSchedule(_message.Message):
     def __init__(self, now: _Optional[float] = ..., plan: _Optional[_Union[RecordedPlan, _Mapping]] = ...) -> None: ...
 
 class RecordedPlan(_message.Message):
-    __slots__ = ("step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "copy_src_block_ids", "copy_dst_block_ids", "chunk_rows", "chunk_lens", "num_decodes", "num_scheduled_tokens", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids")
+    __slots__ = ("step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "copy_src_block_ids", "copy_dst_block_ids", "chunk_rows", "chunk_lens", "num_decodes", "num_scheduled_tokens", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids", "renamed_src_block_ids", "renamed_dst_block_ids", "disk_store_src_block_ids", "disk_store_dst_block_ids", "disk_load_src_block_ids", "disk_load_dst_block_ids")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,12 @@ class RecordedPlan(_message.Message):
     SWAP_OUT_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RENAMED_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RENAMED_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_STORE_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_STORE_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOAD_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOAD_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     released_rows: bytes
     new_sequences: _containers.RepeatedCompositeFieldContainer[RecordedNewSequence]
@@ -130,7 +136,13 @@ class RecordedPlan(_message.Message):
     swap_out_dst_block_ids: bytes
     swap_in_src_block_ids: bytes
     swap_in_dst_block_ids: bytes
-    def __init__(self, step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[RecordedNewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ...) -> None: ...
+    renamed_src_block_ids: bytes
+    renamed_dst_block_ids: bytes
+    disk_store_src_block_ids: bytes
+    disk_store_dst_block_ids: bytes
+    disk_load_src_block_ids: bytes
+    disk_load_dst_block_ids: bytes
+    def __init__(self, step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[RecordedNewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., num_scheduled_tokens: _Optional[int] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ..., renamed_src_block_ids: _Optional[bytes] = ..., renamed_dst_block_ids: _Optional[bytes] = ..., disk_store_src_block_ids: _Optional[bytes] = ..., disk_store_dst_block_ids: _Optional[bytes] = ..., disk_load_src_block_ids: _Optional[bytes] = ..., disk_load_dst_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class RecordedNewSequence(_message.Message):
     __slots__ = ("seq_id", "row", "num_tokens", "tokens_crc", "num_computed_tokens", "block_ids")
@@ -149,20 +161,28 @@ class RecordedNewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
 
 class RecordedUpdate(_message.Message):
-    __slots__ = ("step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "failed_swap_in_block_ids")
+    __slots__ = ("step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     FAILED_ROWS_FIELD_NUMBER: _ClassVar[int]
     FAILED_SWAP_IN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    STORED_DISK_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_DISK_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     sampled_rows: bytes
     sampled_token_ids: bytes
     stopped_rows: bytes
     failed_rows: bytes
     failed_swap_in_block_ids: bytes
-    def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ...) -> None: ...
+    stored_disk_block_ids: bytes
+    failed_disk_block_ids: bytes
+    loaded_host_block_ids: bytes
+    failed_host_block_ids: bytes
+    def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class RecordingEnd(_message.Message):
     __slots__ = ("reason",)

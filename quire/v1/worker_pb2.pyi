@@ -22,7 +22,7 @@ class AttachResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class WorkerInfo(_message.Message):
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SWAP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -47,10 +49,12 @@ class WorkerInfo(_message.Message):
     num_host_blocks: int
     swap_bytes_per_s: float
     prefill_tokens_per_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+    num_disk_blocks: int
+    disk_bytes_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class StepBatch(_message.Message):
-    __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes")
+    __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +65,8 @@ class StepBatch(_message.Message):
     CHUNK_ROWS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    RENAMED_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RENAMED_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     released_rows: bytes
@@ -71,7 +77,9 @@ class StepBatch(_message.Message):
     chunk_rows: bytes
     chunk_lens: bytes
     num_decodes: int
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ...) -> None: ...
+    renamed_src_block_ids: bytes
+    renamed_dst_block_ids: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., renamed_src_block_ids: _Optional[bytes] = ..., renamed_dst_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class NewSequence(_message.Message):
     __slots__ = ("seq_id", "row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "max_total_tokens", "traceparent", "output_index")
@@ -98,23 +106,31 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., output_index: _Optional[int] = ...) -> None: ...
 
 class KvCommands(_message.Message):
-    __slots__ = ("copy_src_block_ids", "copy_dst_block_ids", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids")
+    __slots__ = ("copy_src_block_ids", "copy_dst_block_ids", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids", "disk_store_src_block_ids", "disk_store_dst_block_ids", "disk_load_src_block_ids", "disk_load_dst_block_ids")
     COPY_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     COPY_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_OUT_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_OUT_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_STORE_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_STORE_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOAD_SRC_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOAD_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     copy_src_block_ids: bytes
     copy_dst_block_ids: bytes
     swap_out_src_block_ids: bytes
     swap_out_dst_block_ids: bytes
     swap_in_src_block_ids: bytes
     swap_in_dst_block_ids: bytes
-    def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ...) -> None: ...
+    disk_store_src_block_ids: bytes
+    disk_store_dst_block_ids: bytes
+    disk_load_src_block_ids: bytes
+    disk_load_dst_block_ids: bytes
+    def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ..., disk_store_src_block_ids: _Optional[bytes] = ..., disk_store_dst_block_ids: _Optional[bytes] = ..., disk_load_src_block_ids: _Optional[bytes] = ..., disk_load_dst_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s", "failed_swap_in_block_ids")
+    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +140,10 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_S_FIELD_NUMBER: _ClassVar[int]
     FAILED_SWAP_IN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    STORED_DISK_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_DISK_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     sampled_rows: bytes
@@ -133,7 +153,11 @@ class StepResult(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[SampledLogprob]
     execute_s: float
     failed_swap_in_block_ids: bytes
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ..., failed_swap_in_block_ids: _Optional[bytes] = ...) -> None: ...
+    stored_disk_block_ids: bytes
+    failed_disk_block_ids: bytes
+    loaded_host_block_ids: bytes
+    failed_host_block_ids: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class SampledLogprob(_message.Message):
     __slots__ = ("index", "logprob")
@@ -158,3 +182,35 @@ class DescribeDeviceResponse(_message.Message):
     step_id: int
     num_rows_used: int
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ...) -> None: ...
+
+class ReadKvRequest(_message.Message):
+    __slots__ = ("epoch", "host_block_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    host_block_ids: bytes
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class ReadKvResponse(_message.Message):
+    __slots__ = ("content", "crc32")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    crc32: int
+    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
+
+class PullKvRequest(_message.Message):
+    __slots__ = ("epoch", "source_target", "source_host_block_ids", "host_block_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TARGET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    source_target: str
+    source_host_block_ids: bytes
+    host_block_ids: bytes
+    def __init__(self, epoch: _Optional[int] = ..., source_target: _Optional[str] = ..., source_host_block_ids: _Optional[bytes] = ..., host_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class PullKvResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -65,6 +65,16 @@ class WorkerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_worker__pb2.DescribeDeviceRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.DescribeDeviceResponse.FromString,
                 _registered_method=True)
+        self.ReadKv = channel.unary_stream(
+                '/quire.v1.WorkerService/ReadKv',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ReadKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ReadKvResponse.FromString,
+                _registered_method=True)
+        self.PullKv = channel.unary_unary(
+                '/quire.v1.WorkerService/PullKv',
+                request_serializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -107,6 +117,21 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadKv(self, request, context):
+        """Streams the contents of host blocks to another worker; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullKv(self, request, context):
+        """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
+        Returns when they are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +149,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.DescribeDevice,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.DescribeDeviceRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.DescribeDeviceResponse.SerializeToString,
+            ),
+            'ReadKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadKv,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ReadKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ReadKvResponse.SerializeToString,
+            ),
+            'PullKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullKv,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +258,60 @@ class WorkerService(object):
             '/quire.v1.WorkerService/DescribeDevice',
             quire_dot_v1_dot_worker__pb2.DescribeDeviceRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.DescribeDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.WorkerService/ReadKv',
+            quire_dot_v1_dot_worker__pb2.ReadKvRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ReadKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/PullKv',
+            quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,7 @@ from scheduler_svc.core.errors import BrokenInvariantError
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)
+DiskBlockId = NewType("DiskBlockId", int)
 
 BlockIdT = TypeVar("BlockIdT", bound=int)
 

@@ -18,7 +18,7 @@ def check(core: Scheduler) -> None:
         BrokenInvariantError: Naming what is wrong.
     """
     pool, rows = core._pool, core._rows  # noqa: SLF001
-    live = [seq for by_key in core._live.values() for seq in by_key.values()]  # noqa: SLF001
+    live = list(core._live)  # noqa: SLF001
     running = [seq for seq in live if seq.status in RUNNING]
 
     holders = Counter(core._steps.held_blocks)  # noqa: SLF001
@@ -71,7 +71,7 @@ def check(core: Scheduler) -> None:
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)
-        and len(siblings) == core._num_siblings,  # noqa: SLF001
+        and len(siblings) == core._live.num_siblings,  # noqa: SLF001
         "a sibling has no leader, or two",
     )
     next_step = core._steps.last + 1  # noqa: SLF001

@@ -78,6 +78,17 @@ class StepPlan:
     """Host blocks copied to `swap_in_dst_block_ids`; they are there when the step is done. Not in
     a step that swaps out."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    renamed_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks that every table, those of this plan included, names
+    `renamed_dst_block_ids` from now on; their content is among what is copied."""
+    renamed_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    disk_store_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks to store in disk blocks `disk_store_dst_block_ids`; they are read before this
+    step writes any, and some later outcome says when the store has ended."""
+    disk_store_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    disk_load_src_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks to load to host blocks `disk_load_dst_block_ids`; likewise."""
+    disk_load_dst_block_ids: Int32Array = field(default_factory=_no_ints)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +105,14 @@ class StepOutcome:
     """Rows that could not sample: their logits are not finite."""
     failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)
     """Those of the plan's `swap_in_dst_block_ids` whose content is not to be trusted."""
+    stored_disk_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks whose store, of this or an earlier step, has ended well by now."""
+    failed_disk_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Disk blocks whose store has failed; they hold nothing."""
+    loaded_host_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose load has ended well."""
+    failed_host_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Host blocks whose load has failed; they hold nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
+from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.plan import NewSequence, StepId, StepPlan, ints
 from scheduler_svc.core.sequence import Sequence
 
@@ -23,8 +23,14 @@ class PlanDraft:
     swap_out_dst: list[HostBlockId] = field(default_factory=list)
     swap_in_src: list[HostBlockId] = field(default_factory=list)
     swap_in_dst: list[DeviceBlockId] = field(default_factory=list)
+    disk_store_src: list[HostBlockId] = field(default_factory=list)
+    disk_store_dst: list[DiskBlockId] = field(default_factory=list)
+    disk_load_src: list[DiskBlockId] = field(default_factory=list)
+    disk_load_dst: list[HostBlockId] = field(default_factory=list)
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
+    renamed_src: list[DeviceBlockId] = field(default_factory=list)
+    renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
     """By row."""
     long_prefills: list[Sequence] = field(default_factory=list)
@@ -53,4 +59,10 @@ class PlanDraft:
             swap_out_dst_block_ids=ints(self.swap_out_dst),
             swap_in_src_block_ids=ints(self.swap_in_src),
             swap_in_dst_block_ids=ints(self.swap_in_dst),
+            renamed_src_block_ids=ints(self.renamed_src),
+            renamed_dst_block_ids=ints(self.renamed_dst),
+            disk_store_src_block_ids=ints(self.disk_store_src),
+            disk_store_dst_block_ids=ints(self.disk_store_dst),
+            disk_load_src_block_ids=ints(self.disk_load_src),
+            disk_load_dst_block_ids=ints(self.disk_load_dst),
         )

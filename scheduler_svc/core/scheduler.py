@@ -10,9 +10,6 @@ block border and when it ends; in between it is one element of an array.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
-
-import numpy as np
 
 from scheduler_svc.core.acceptance import check_deadline, check_length
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
@@ -20,13 +17,22 @@ from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import KvLookup
+from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.long_prefills import LongPrefillLimit
-from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
+from scheduler_svc.core.plan import (
+    Admitted,
+    Finished,
+    Int32Array,
+    News,
+    StepId,
+    StepOutcome,
+    StepPlan,
+)
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
-from scheduler_svc.core.policies.policy import Place, Rank, rank
+from scheduler_svc.core.policies.policy import Rank, rank
 from scheduler_svc.core.rates import Rates
-from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqId, SourceId
+from scheduler_svc.core.request import FinishReason, Request, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
@@ -56,11 +62,9 @@ class Scheduler:
         self._long_prefills = LongPrefillLimit(config)
         self._waiting = WaitingQueue(self._policy, self._long_prefills.threshold)
         self._expired: list[Finished] = []  # their sources have not heard of it yet
-        self._num_siblings = 0
-        self._live: dict[SourceId, dict[int, Sequence]] = {}
+        self._live = LiveSequences()
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
 
-        self._num_seqs_created = 0
         self._num_preemptions = 0
         self._num_swapped = 0
         self._num_recomputed_tokens = 0
@@ -77,27 +81,14 @@ class Scheduler:
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
         check_length(request, self.max_request_len)
-        num_waiting = len(self._waiting) + self._num_siblings
+        num_waiting = self._num_waiting
         if not request.outputs and num_waiting + request.n > self.config.max_waiting:
             raise QueueFullError(
                 f"the queue is full: {num_waiting} sequences wait, and this request has "
                 f"{request.n} more; the limit is {self.config.max_waiting}"
             )
-        place = self._policy.place(request, now)
-        leader: Sequence | None = None
-        for index in range(request.n):
-            if request.outputs and request.outputs[index].finished:
-                continue
-            seq = self._create(request, index, place, now)
-            self._live.setdefault(request.source, {})[seq.seq_key] = seq
-            # Resubmitted sequences have diverged; what they share, the prefix cache finds.
-            if request.outputs or leader is None:
-                leader = seq
-                self._waiting.push(seq)
-            else:
-                seq.move(SeqStatus.SIBLING)
-                leader.siblings.append(seq)
-                self._num_siblings += 1
+        for seq in self._live.add(request, self._policy.place(request, now), now):
+            self._waiting.push(seq)
 
     def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
         """Look whether a new request could meet its deadline here; nothing changes.
@@ -113,13 +104,12 @@ class Scheduler:
         Returns:
             The end of each that was live. Nothing more is heard of them.
         """
-        live = self._live.get(source, {})
-        seqs = [live[key] for key in seq_keys if key in live]
+        seqs = self._live.find(source, seq_keys)
         return tuple(self._finish(seq, FinishReason.CANCELLED) for seq in seqs)
 
     def cancel_source(self, source: SourceId) -> None:
         """End all sequences of a source that is no longer there to hear of it."""
-        for seq in list(self._live.get(source, {}).values()):
+        for seq in self._live.of_source(source):
             self._finish(seq, FinishReason.CANCELLED)
 
     def drain(self) -> tuple[Request, ...]:
@@ -127,12 +117,7 @@ class Scheduler:
 
         Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
         """
-        by_request: dict[int, list[Sequence]] = {}
-        for live in self._live.values():
-            for seq in live.values():
-                by_request.setdefault(id(seq.request), []).append(seq)
-        groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
-        return tuple(self._resubmittable(seqs) for seqs in groups)
+        return self._live.requests(self._known_tokens)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -213,7 +198,7 @@ class Scheduler:
         """Return a snapshot."""
         return SchedulerLoad(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + self._num_siblings,
+            num_waiting=self._num_waiting,
             num_swapped=self._num_swapped,
             max_num_seqs=self.config.max_num_seqs,
             num_blocks=self.config.num_blocks,
@@ -233,6 +218,10 @@ class Scheduler:
             num_demoted_blocks=self._tier.num_demoted,
             num_promoted_blocks=self._tier.num_promoted,
         )
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + self._live.num_siblings
 
     # --- parts of a step ------------------------------------------------------------------------
 
@@ -324,15 +313,13 @@ class Scheduler:
 
     def _start_siblings(self, leader: Sequence, now: float) -> None:
         """Let the siblings fork; one that finds no row or block waits, like any other sequence."""
-        for seq in leader.siblings:
-            self._num_siblings -= 1
+        for seq in self._live.take_siblings(leader):
             if self._rows.num_free and self._has_room(1):
                 self._running.fork(leader, seq)
                 self._tell_admitted(seq, 0, now)
             else:
                 seq.move(SeqStatus.WAITING)
                 self._waiting.push(seq)
-        leader.siblings = []
 
     def _tell_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
         """Let the source know, the first time, that a sequence runs."""
@@ -343,22 +330,6 @@ class Scheduler:
             )
 
     # --- lives of sequences ---------------------------------------------------------------------
-
-    def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
-        self._num_seqs_created += 1
-        known = request.prompt_token_ids
-        if request.outputs:
-            known = np.concatenate([known, request.outputs[index].token_ids])
-        return Sequence(
-            seq_id=SeqId(self._num_seqs_created),
-            request=request,
-            output_index=index,
-            arrived=now,
-            place=place,
-            token_ids=known,
-            max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            was_admitted=len(known) > len(request.prompt_token_ids),
-        )
 
     def _preempt(self, seq: Sequence, *, can_swap: bool = True) -> None:
         """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
@@ -413,36 +384,10 @@ class Scheduler:
         elif seq.status in QUEUED:
             self._waiting.remove(seq)
             self._num_swapped -= seq.status is SeqStatus.SWAPPED
-        else:
-            self._num_siblings -= 1
-            self._leader_of(seq).siblings.remove(seq)
         self._drop_host_blocks(seq)
-        seq.move(SeqStatus.FINISHED)
-        if seq.siblings:
-            self._promote_sibling(seq)
-        source, key = seq.request.source, seq.seq_key
-        del self._live[source][key]
-        if not self._live[source]:
-            del self._live[source]
-        return Finished(source, key, reason, stop_token_id, error)
+        if (leader := self._live.remove(seq)) is not None:
+            self._waiting.push(leader)
+        return Finished(seq.request.source, seq.seq_key, reason, stop_token_id, error)
 
-    def _promote_sibling(self, leader: Sequence) -> None:
-        """Let the first sibling compute the prompt that `leader` will not."""
-        seq, *seq.siblings = leader.siblings
-        leader.siblings = []
-        self._num_siblings -= 1
-        seq.move(SeqStatus.WAITING)
-        self._waiting.push(seq)
-
-    def _leader_of(self, sibling: Sequence) -> Sequence:
-        live = self._live[sibling.request.source].values()
-        return next(seq for seq in live if sibling in seq.siblings)
-
-    def _resubmittable(self, seqs: list[Sequence]) -> Request:
-        request = seqs[0].request
-        outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
-        for seq in seqs:
-            known = seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()
-            new = known[len(request.prompt_token_ids) :]
-            outputs[seq.output_index] = OutputSoFar(new, finished=False)
-        return replace(request, outputs=tuple(outputs))
+    def _known_tokens(self, seq: Sequence) -> Int32Array:
+        return seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()

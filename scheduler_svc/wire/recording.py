@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import Any, BinaryIO, Final, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from quire.v1 import recording_pb2
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
@@ -30,6 +30,17 @@ from scheduler_svc.wire.frames import CutOff, RecordingError, read_frames
 
 FORMAT_VERSION: Final = 1
 """Raised with every change that an older reader would misread."""
+
+
+def _bytes_fields(message: type[Message]) -> tuple[str, ...]:
+    fields_ = message.DESCRIPTOR.fields
+    return tuple(field.name for field in fields_ if field.type == field.TYPE_BYTES)
+
+
+_PLAN_ARRAYS: Final = _bytes_fields(recording_pb2.RecordedPlan)
+"""Arrays of int32, under the same names in a `StepPlan`."""
+_OUTCOME_ARRAYS: Final = _bytes_fields(recording_pb2.RecordedUpdate)
+"""Likewise in a `StepOutcome`."""
 
 _M = TypeVar("_M", recording_pb2.RecordingHeader, recording_pb2.RecordingEntry)
 
@@ -58,11 +69,8 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
                 entry.schedule.plan.CopyFrom(_plan_to_proto(plan))
         case Update(outcome):
             entry.update.step_id = outcome.step_id
-            entry.update.sampled_rows = pack_int32(outcome.sampled_rows)
-            entry.update.sampled_token_ids = pack_int32(outcome.sampled_token_ids)
-            entry.update.stopped_rows = pack_int32(outcome.stopped_rows)
-            entry.update.failed_rows = pack_int32(outcome.failed_rows)
-            entry.update.failed_swap_in_block_ids = pack_int32(outcome.failed_swap_in_block_ids)
+            for name in _OUTCOME_ARRAYS:
+                setattr(entry.update, name, pack_int32(getattr(outcome, name)))
         case Submit(request, now):
             entry.submit.CopyFrom(_request_to_proto(request))
             entry.submit.now = now
@@ -83,20 +91,10 @@ def end_to_payload(end: End) -> bytes:
 def _plan_to_proto(plan: StepPlan) -> recording_pb2.RecordedPlan:
     return recording_pb2.RecordedPlan(
         step_id=plan.step_id,
-        released_rows=pack_int32(plan.released_rows),
         new_sequences=map(_new_sequence_to_proto, plan.new_sequences),
-        appended_rows=pack_int32(plan.appended_rows),
-        appended_block_ids=pack_int32(plan.appended_block_ids),
-        copy_src_block_ids=pack_int32(plan.copy_src_block_ids),
-        copy_dst_block_ids=pack_int32(plan.copy_dst_block_ids),
-        chunk_rows=pack_int32(plan.chunk_rows),
-        chunk_lens=pack_int32(plan.chunk_lens),
         num_decodes=plan.num_decodes,
         num_scheduled_tokens=plan.num_scheduled_tokens,
-        swap_out_src_block_ids=pack_int32(plan.swap_out_src_block_ids),
-        swap_out_dst_block_ids=pack_int32(plan.swap_out_dst_block_ids),
-        swap_in_src_block_ids=pack_int32(plan.swap_in_src_block_ids),
-        swap_in_dst_block_ids=pack_int32(plan.swap_in_dst_block_ids),
+        **{name: pack_int32(getattr(plan, name)) for name in _PLAN_ARRAYS},
     )
 
 
@@ -208,7 +206,6 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
 def _plan_from_proto(message: recording_pb2.RecordedPlan) -> RecordedPlan:
     return RecordedPlan(
         step_id=message.step_id,
-        released_rows=_ints(message.released_rows, "plan.released_rows"),
         new_sequences=tuple(
             RecordedSequence(
                 seq_id=new.seq_id,
@@ -220,31 +217,18 @@ def _plan_from_proto(message: recording_pb2.RecordedPlan) -> RecordedPlan:
             )
             for new in message.new_sequences
         ),
-        appended_rows=_ints(message.appended_rows, "plan.appended_rows"),
-        appended_block_ids=_ints(message.appended_block_ids, "plan.appended_block_ids"),
-        copy_src_block_ids=_ints(message.copy_src_block_ids, "plan.copy_src_block_ids"),
-        copy_dst_block_ids=_ints(message.copy_dst_block_ids, "plan.copy_dst_block_ids"),
-        chunk_rows=_ints(message.chunk_rows, "plan.chunk_rows"),
-        chunk_lens=_ints(message.chunk_lens, "plan.chunk_lens"),
         num_decodes=message.num_decodes,
         num_scheduled_tokens=message.num_scheduled_tokens,
-        swap_out_src_block_ids=_ints(message.swap_out_src_block_ids, "plan.swap_out_src_block_ids"),
-        swap_out_dst_block_ids=_ints(message.swap_out_dst_block_ids, "plan.swap_out_dst_block_ids"),
-        swap_in_src_block_ids=_ints(message.swap_in_src_block_ids, "plan.swap_in_src_block_ids"),
-        swap_in_dst_block_ids=_ints(message.swap_in_dst_block_ids, "plan.swap_in_dst_block_ids"),
+        **{name: _ints(getattr(message, name), f"plan.{name}") for name in _PLAN_ARRAYS},
     )
 
 
 def _outcome_from_proto(message: recording_pb2.RecordedUpdate) -> StepOutcome:
     return StepOutcome(
         step_id=StepId(message.step_id),
-        sampled_rows=unpack_int32(message.sampled_rows, "update.sampled_rows"),
-        sampled_token_ids=unpack_int32(message.sampled_token_ids, "update.sampled_token_ids"),
-        stopped_rows=unpack_int32(message.stopped_rows, "update.stopped_rows"),
-        failed_rows=unpack_int32(message.failed_rows, "update.failed_rows"),
-        failed_swap_in_block_ids=unpack_int32(
-            message.failed_swap_in_block_ids, "update.failed_swap_in_block_ids"
-        ),
+        **{
+            name: unpack_int32(getattr(message, name), f"update.{name}") for name in _OUTCOME_ARRAYS
+        },
     )
 
 

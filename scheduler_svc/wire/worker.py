@@ -14,6 +14,9 @@ from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.wire.arrays import check_below
 
+_KV_COMMANDS = tuple(field.name for field in worker_pb2.KvCommands.DESCRIPTOR.fields)
+"""Lists of blocks; they have the same names in a plan."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerResult:
@@ -48,6 +51,8 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         num_host_blocks=message.num_host_blocks,
         swap_bytes_per_s=message.swap_bytes_per_s,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
+        num_disk_blocks=message.num_disk_blocks,
+        disk_bytes_per_s=message.disk_bytes_per_s,
     )
     for field, value in (
         ("model.max_model_len", info.model.max_model_len),
@@ -61,6 +66,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
     for field, rate in (
         ("swap_bytes_per_s", info.swap_bytes_per_s),
         ("prefill_tokens_per_s", info.prefill_tokens_per_s),
+        ("disk_bytes_per_s", info.disk_bytes_per_s),
     ):
         if not 0 <= rate < math.inf:  # false for NaN
             raise InvalidArgumentError(f"worker.{field}", f"is {rate}; it must be in [0, inf)")
@@ -86,15 +92,12 @@ def plan_to_proto(plan: StepPlan, epoch: int, step_id_base: int) -> worker_pb2.S
         chunk_lens=pack_int32(plan.chunk_lens),
         num_decodes=plan.num_decodes,
     )
-    if plan.copy_src_block_ids.size:
-        batch.kv_commands.copy_src_block_ids = pack_int32(plan.copy_src_block_ids)
-        batch.kv_commands.copy_dst_block_ids = pack_int32(plan.copy_dst_block_ids)
-    if plan.swap_out_src_block_ids.size:
-        batch.kv_commands.swap_out_src_block_ids = pack_int32(plan.swap_out_src_block_ids)
-        batch.kv_commands.swap_out_dst_block_ids = pack_int32(plan.swap_out_dst_block_ids)
-    if plan.swap_in_src_block_ids.size:
-        batch.kv_commands.swap_in_src_block_ids = pack_int32(plan.swap_in_src_block_ids)
-        batch.kv_commands.swap_in_dst_block_ids = pack_int32(plan.swap_in_dst_block_ids)
+    if plan.renamed_src_block_ids.size:
+        batch.renamed_src_block_ids = pack_int32(plan.renamed_src_block_ids)
+        batch.renamed_dst_block_ids = pack_int32(plan.renamed_dst_block_ids)
+    for field in _KV_COMMANDS:
+        if (block_ids := getattr(plan, field)).size:
+            setattr(batch.kv_commands, field, pack_int32(block_ids))
     return batch
 
 
@@ -136,9 +139,21 @@ def result_from_proto(
             sampled_token_ids=sampled_token_ids,
             stopped_rows=_rows_from_proto(message.stopped_rows, "stopped_rows", max_num_seqs),
             failed_rows=_rows_from_proto(message.failed_rows, "failed_rows", max_num_seqs),
-            # Which these may be is the core's to say: the step's own.
+            # Which these may be is the core's to say: those that it moves.
             failed_swap_in_block_ids=unpack_int32(
                 message.failed_swap_in_block_ids, "failed_swap_in_block_ids"
+            ),
+            stored_disk_block_ids=unpack_int32(
+                message.stored_disk_block_ids, "stored_disk_block_ids"
+            ),
+            failed_disk_block_ids=unpack_int32(
+                message.failed_disk_block_ids, "failed_disk_block_ids"
+            ),
+            loaded_host_block_ids=unpack_int32(
+                message.loaded_host_block_ids, "loaded_host_block_ids"
+            ),
+            failed_host_block_ids=unpack_int32(
+                message.failed_host_block_ids, "failed_host_block_ids"
             ),
         ),
         logprobs=message.logprobs,

@@ -206,3 +206,17 @@ def test_clear_frees_all_rows(rows):
     rows.clear()
     assert rows.num_used == 0
     assert facts(rows.apply(step(num_decodes=0)))[0] == []
+
+
+def test_renamed_blocks_change_every_table_with_this_steps_changes(rows):
+    rows.apply(step(new_rows=[new_row(0, [1, 2, 3, 4, 5], [3, 1])]))
+    changed = step(
+        new_rows=[new_row(1, [1, 2, 3, 4, 5], [3, 2])],
+        appended_rows=[0],
+        appended_block_ids=[7],
+        renamed_src_block_ids=[3, 7, 9],
+        renamed_dst_block_ids=[0, 9, 5],
+    )
+    rows.apply(changed)
+    assert rows.block_tables[0, :3].tolist() == [0, 1, 9]
+    assert rows.block_tables[1, :2].tolist() == [0, 2]

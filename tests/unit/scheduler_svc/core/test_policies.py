@@ -260,7 +260,7 @@ def test_the_worst_by_the_policy_is_preempted(policy, worst):
     assert core.load().num_preemptions == 0
     worker.step()
     assert core.load().num_preemptions == 1
-    (waiting,) = [seq for seq in core._live[ROUTER].values() if seq in core._waiting]
+    (waiting,) = [seq for seq in core._live if seq in core._waiting]
     assert waiting.seq_key == worst
     worker.run()
     assert set(worker.ends.values()) == {FinishReason.LENGTH}
@@ -277,13 +277,13 @@ def gap_between_tenants(policy, backlogs, num_rows) -> float:
     core = make_core(policy, max_num_seqs=num_rows, max_num_batched_tokens=32)
     for tenant, backlog in backlogs.items():
         for prompt, output in backlog:
-            key = len(core._live.get(ROUTER, ()))
+            key = len(core._live.of_source(ROUTER))
             item = request(key, num_tokens=prompt, max_tokens=output, tenant=tenant)
             core.submit(item, float(key))
     worker = Worker(core)
     worst = 0.0
     while worker.step():
-        live = core._live.get(ROUTER, {}).values()
+        live = core._live.of_source(ROUTER)
         if {seq.request.tenant for seq in live if seq in core._waiting} != {"a", "b"}:
             break
         worst = max(worst, abs(worker.service["a"] - worker.service["b"]))

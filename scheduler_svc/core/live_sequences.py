@@ -1,0 +1,128 @@
+"""The live sequences by the names that their sources know, and which of them share a request."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core.plan import Int32Array
+from scheduler_svc.core.policies.policy import Place
+from scheduler_svc.core.request import OutputSoFar, Request, SeqId, SourceId
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+
+
+class LiveSequences:
+    """Every sequence from its request's arrival to its end; the owner of the siblings' lists.
+
+    The first sequence of a new request leads: it computes the prompt, and the others, its siblings,
+    fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds.
+    """
+
+    def __init__(self) -> None:
+        self._by_source: dict[SourceId, dict[int, Sequence]] = {}
+        self._num_created = 0
+        self.num_siblings = 0
+        """Sequences that wait for their leader."""
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for by_key in self._by_source.values():
+            yield from by_key.values()
+
+    def add(self, request: Request, place: Place, now: float) -> list[Sequence]:
+        """Create the sequences of a request that are not finished.
+
+        Returns:
+            Those that can be queued; the others are siblings of the first.
+        """
+        seqs = [
+            self._create(request, index, place, now)
+            for index in range(request.n)
+            if not (request.outputs and request.outputs[index].finished)
+        ]
+        by_key = self._by_source.setdefault(request.source, {})
+        by_key.update((seq.seq_key, seq) for seq in seqs)
+        if request.outputs:
+            return seqs
+        leader, *siblings = seqs
+        for sibling in siblings:
+            sibling.move(SeqStatus.SIBLING)
+        leader.siblings = siblings
+        self.num_siblings += len(siblings)
+        return [leader]
+
+    def find(self, source: SourceId, seq_keys: Iterable[int]) -> list[Sequence]:
+        """Return those of a source's sequences that are live."""
+        by_key = self._by_source.get(source, {})
+        return [by_key[key] for key in seq_keys if key in by_key]
+
+    def of_source(self, source: SourceId) -> list[Sequence]:
+        """Return all sequences of a source."""
+        return list(self._by_source.get(source, {}).values())
+
+    def take_siblings(self, leader: Sequence) -> list[Sequence]:
+        """Return the siblings, which no longer wait for `leader`; the caller moves them on."""
+        siblings, leader.siblings = leader.siblings, []
+        self.num_siblings -= len(siblings)
+        return siblings
+
+    def remove(self, seq: Sequence) -> Sequence | None:
+        """Forget a sequence that ends, and mark it as finished.
+
+        Returns:
+            The sibling that leads from now on, and must be queued; None: there is none.
+        """
+        if seq.status is SeqStatus.SIBLING:
+            leader = next(
+                other for other in self.of_source(seq.request.source) if seq in other.siblings
+            )
+            leader.siblings.remove(seq)
+            self.num_siblings -= 1
+        seq.move(SeqStatus.FINISHED)
+        by_key = self._by_source[seq.request.source]
+        del by_key[seq.seq_key]
+        if not by_key:
+            del self._by_source[seq.request.source]
+        if not seq.siblings:
+            return None
+        first, *first.siblings = seq.siblings
+        seq.siblings = []
+        self.num_siblings -= 1
+        first.move(SeqStatus.WAITING)
+        return first
+
+    def requests(self, known_tokens: Callable[[Sequence], Int32Array]) -> tuple[Request, ...]:
+        """Return every live request as it can be submitted again, oldest first.
+
+        Args:
+            known_tokens: int32[N], a copy of a sequence's prompt and output so far.
+        """
+        by_request: dict[int, list[Sequence]] = {}
+        for seq in self:
+            by_request.setdefault(id(seq.request), []).append(seq)
+        groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
+        return tuple(_resubmittable(seqs, known_tokens) for seqs in groups)
+
+    def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
+        self._num_created += 1
+        known = request.prompt_token_ids
+        if request.outputs:
+            known = np.concatenate([known, request.outputs[index].token_ids])
+        return Sequence(
+            seq_id=SeqId(self._num_created),
+            request=request,
+            output_index=index,
+            arrived=now,
+            place=place,
+            token_ids=known,
+            max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            was_admitted=len(known) > len(request.prompt_token_ids),
+        )
+
+
+def _resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32Array]) -> Request:
+    request = seqs[0].request
+    outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
+    for seq in seqs:
+        new = known_tokens(seq)[len(request.prompt_token_ids) :]
+        outputs[seq.output_index] = OutputSoFar(new, finished=False)
+    return replace(request, outputs=tuple(outputs))
