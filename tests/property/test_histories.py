@@ -10,7 +10,6 @@ from hypothesis import settings
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
-from tests.property.oracle import BROKEN
 from tests.property.test_scheduler import SchedulerMachine
 
 NUM_RULES = 250
@@ -63,20 +62,18 @@ def live_through(seed: int) -> SchedulerMachine:
     start(machine, draw)
     corruption, cancellation = draw.choice([0, 0.02, 0.1]), draw.choice([0, 0.02, 0.1])
     for _ in range(NUM_RULES):
-        if len(machine.requests) < MAX_LIVE and draw.random() < 0.5:
+        if len(machine.oracle.live) < MAX_LIVE and draw.random() < 0.5:
             submit(machine, draw)
         elif draw.random() < 0.55:
             machine.schedule()
         elif machine.unanswered:
             machine.update()
         if draw.random() < corruption:
-            for block in range(machine.config.num_host_blocks):
-                if draw.random() < 0.5:
-                    machine.worker.host[block] = [BROKEN] * machine.config.block_size
-        if draw.random() < cancellation and machine.requests:
-            source, key = draw.choice(sorted(machine.requests))
-            machine.core.cancel(source, [key])
-            del machine.requests[source, key], machine.outputs[source, key]
+            blocks = range(machine.config.num_host_blocks)
+            machine.worker.corrupt_host([block for block in blocks if draw.random() < 0.5])
+        if draw.random() < cancellation and machine.oracle.live:
+            source, key = draw.choice(sorted(machine.oracle.live))
+            machine.oracle.cancel((source, key), machine.core.cancel(source, [key]))
         if draw.random() < 0.002:
             machine.lose_worker()
         check(machine.core)

@@ -13,9 +13,10 @@ from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from tests.property.oracle import BROKEN, OracleWorker, expected_output
+from tests.property.oracle import Oracle
+from tests.property.worker import FakeWorker
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from(["", "other"])
@@ -80,22 +81,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             policy_args=(("aging_s", "3"),) if "priority" in policy else (),
         )
-        self.requests: dict[tuple[int, int], tuple[Request, int]] = {}
-        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.oracle = Oracle()
         self.next_key = 0
         self.now = 0.0
         self.start_core()
 
     def start_core(self):
         self.core = Scheduler(self.config)
-        config = self.config
-        self.worker = OracleWorker(
-            config.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.num_host_blocks,
-        )
+        self.worker = FakeWorker(self.config)
         self.unanswered: deque[StepOutcome] = deque()
 
     @rule(
@@ -131,9 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except QueueFullError:
             assert self.core.load().num_waiting + n > self.config.max_waiting
             return
-        for index in range(n):
-            self.requests[source, self.next_key + index] = request, index
-            self.outputs[source, self.next_key + index] = []
+        self.oracle.submit(request)
         self.next_key += n
 
     @rule(prompts=st.lists(PROMPTS, min_size=3, max_size=4), max_tokens=st.integers(6, 10))
@@ -146,47 +137,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self):
         in_flight = self.core.num_steps_in_flight
         plan = self.core.schedule(self.now)
-        for finished in self.core.take_expired():
-            self.expect_expired(finished)
+        self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
         elif in_flight == 0:
-            assert not self.requests, (
+            assert not self.oracle.live, (
                 "nothing is in flight, nothing is planned, and not all is done"
             )
 
     @precondition(lambda self: self.unanswered)
     @rule()
     def update(self):
-        news = self.core.update(self.unanswered.popleft())
-        for source, key, token in zip(news.sources, news.seq_keys, news.token_ids, strict=True):
-            self.outputs[int(source), int(key)].append(int(token))
-        for finished in news.finished:
-            self.expect_complete(finished)
+        self.oracle.hear(self.core.update(self.unanswered.popleft()))
 
-    def expect_expired(self, finished):
-        assert finished.reason is FinishReason.DEADLINE
-        place = finished.source, finished.seq_key
-        request, index = self.requests.pop(place)
-        assert request.deadline <= self.now
-        prompt = request.prompt_token_ids.tolist()
-        expected = expected_output(request.cache_salt, index, prompt, request.max_tokens)
-        output = self.outputs.pop(place)
-        assert output == expected[: len(output)]
-
-    def expect_complete(self, finished):
-        place = finished.source, finished.seq_key
-        request, index = self.requests.pop(place)
-        prompt = request.prompt_token_ids.tolist()
-        expected = expected_output(request.cache_salt, index, prompt, request.max_tokens)
-        assert self.outputs.pop(place) == expected
-        if finished.reason is FinishReason.LENGTH:
-            assert len(expected) == request.max_tokens
-        else:
-            assert finished.reason is FinishReason.STOP
-            assert finished.stop_token_id == expected[-1]
-
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.oracle.live)
     @rule(steps=st.integers(2, 16))
     def run(self, steps):
         """As the engine does it: two steps in flight, then wait for a result."""
@@ -197,28 +161,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.update()
             check(self.core)
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
     def cancel(self, data):
-        source, key = data.draw(st.sampled_from(sorted(self.requests)))
-        (finished,) = self.core.cancel(SourceId(source), [key, 10_000])
-        assert (finished.seq_key, finished.reason) == (key, FinishReason.CANCELLED)
-        del self.requests[source, key], self.outputs[source, key]
+        source, key = data.draw(st.sampled_from(sorted(self.oracle.live)))
+        self.oracle.cancel((source, key), self.core.cancel(SourceId(source), [key, 10_000]))
 
-    @precondition(lambda self: len(self.requests) > 3)
+    @precondition(lambda self: len(self.oracle.live) > 3)
     @rule(source=st.integers(0, 1))
     def lose_source(self, source):
         self.core.cancel_source(SourceId(source))
-        self.requests = {k: v for k, v in self.requests.items() if k[0] != source}
-        self.outputs = {k: v for k, v in self.outputs.items() if k[0] != source}
+        self.oracle.lose(source)
 
     @precondition(lambda self: self.core.load().num_swapped_out_blocks)
     @rule(every=st.integers(1, 3))
     def corrupt_host_blocks(self, every):
-        for block in range(0, self.config.num_host_blocks, every):
-            self.worker.host[block] = [BROKEN] * self.config.block_size
+        self.worker.corrupt_host(range(0, self.config.num_host_blocks, every))
 
-    @precondition(lambda self: len(self.requests) > 2)
+    @precondition(lambda self: len(self.oracle.live) > 2)
     @rule()
     def lose_worker(self):
         requests = self.core.drain()
@@ -236,12 +196,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         for _ in range(3_000):
-            if not self.requests and not self.unanswered:
+            if not self.oracle.live and not self.unanswered:
                 break
             self.schedule()
             if self.unanswered:
                 self.update()
-        assert not self.requests
+        assert not self.oracle.live
         while (plan := self.core.schedule(self.now)) is not None:
             self.core.update(self.worker.execute(plan))
         assert not self.worker.rows

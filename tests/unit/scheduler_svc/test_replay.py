@@ -23,7 +23,7 @@ from scheduler_svc.recording import Recordings, RecordingScheduler
 from scheduler_svc.replay import replay
 from scheduler_svc.replay_report import describe, describe_plan
 from scheduler_svc.wire.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
-from tests.property.oracle import BROKEN, OracleWorker
+from tests.property.worker import FakeWorker
 
 CONFIG = SchedulerConfig(
     num_blocks=10,
@@ -43,14 +43,7 @@ class Driver:
     def __init__(self, core, seed):
         self.core = core
         self.dice = random.Random(seed)
-        config = core.config
-        self.worker = OracleWorker(
-            config.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.num_host_blocks,
-        )
+        self.worker = FakeWorker(core.config)
         self.unanswered = deque()
         self.now = 100.0
         self.num_submitted = 0
@@ -103,8 +96,7 @@ class DriverOfBadMemory(Driver):
 
     def schedule(self):
         if self.dice.random() < 0.2:
-            host = self.worker.host
-            host[self.dice.randrange(len(host))] = [BROKEN] * self.core.config.block_size
+            self.worker.corrupt_host([self.dice.randrange(self.core.config.num_host_blocks)])
         super().schedule()
 
 

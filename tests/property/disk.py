@@ -1,0 +1,94 @@
+"""The disk of the fake worker: it takes its time, ends moves in any order, and may fail.
+
+`KvCommands` of worker.proto says what may be under way at once. What a test decides: how many moves
+end in a step (`ends_per_step`), which (`dice`), and how many of them fail (`failure_rate`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.property.oracle import Context
+
+Content = tuple[Context | None, ...]
+"""What a block holds, slot by slot; None is a slot never written."""
+
+BROKEN: Context = ("broken",)  # what the worker finds to be broken when it reads the block
+
+
+@dataclass(frozen=True)
+class Store:
+    content: Content
+    disk_block: int
+
+
+@dataclass(frozen=True)
+class Load:
+    disk_block: int
+    host_block: int
+
+
+@dataclass
+class Ends:
+    """What an outcome says of disk moves, by the names it has there."""
+
+    stored_disk_block_ids: list[int] = field(default_factory=list)
+    failed_disk_block_ids: list[int] = field(default_factory=list)
+    loaded_host_block_ids: list[int] = field(default_factory=list)
+    failed_host_block_ids: list[int] = field(default_factory=list)
+
+
+class FakeDisk:
+    """Moves blocks between the disk and `host`: what each block holds, if it holds anything."""
+
+    def __init__(self, num_blocks: int, host: dict[int, Content]) -> None:
+        self.num_blocks = num_blocks
+        self.blocks: dict[int, Content] = {}
+        self.moves: list[Store | Load] = []
+        self.ends_per_step = 1
+        self.dice = Random(0)
+        self.failure_rate = 0.0
+        self._host = host
+
+    @property
+    def loading(self) -> set[int]:
+        """Host blocks that a load may write at any time."""
+        return {move.host_block for move in self.moves if isinstance(move, Load)}
+
+    def begin(self, stores: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]) -> None:
+        """Take a step's stores (host, disk) and loads (disk, host), before it writes the host."""
+        for source, target in stores:
+            assert 0 <= target < self.num_blocks
+            assert source in self._host, "a store reads a host block that holds nothing"
+            busy = {move.disk_block for move in self.moves}
+            assert target not in busy, "a store writes a disk block that a move under way uses"
+            self.blocks.pop(target, None)
+            self.moves.append(Store(self._host[source], target))
+        for source, target in loads:
+            assert source in self.blocks, "a load reads a disk block that holds nothing"
+            assert target not in self.loading, "two loads write one host block"
+            self._host.pop(target, None)
+            self.moves.append(Load(source, target))
+
+    def end(self, at_least: int) -> Ends:
+        """End some of the moves under way, in any order."""
+        ends = Ends()
+        for _ in range(min(len(self.moves), max(at_least, self.ends_per_step))):
+            move = self.moves.pop(self.dice.randrange(len(self.moves)))
+            fails = self.dice.random() < self.failure_rate
+            if isinstance(move, Store):
+                if fails or BROKEN in move.content:
+                    ends.failed_disk_block_ids.append(move.disk_block)
+                else:
+                    self.blocks[move.disk_block] = move.content
+                    ends.stored_disk_block_ids.append(move.disk_block)
+            elif fails or BROKEN in self.blocks[move.disk_block]:
+                ends.failed_host_block_ids.append(move.host_block)
+            else:
+                self._host[move.host_block] = self.blocks[move.disk_block]
+                ends.loaded_host_block_ids.append(move.host_block)
+        return ends
+
+    def corrupt(self, blocks: Iterable[int]) -> None:
+        """Let the loads of blocks that hold something fail."""
+        self.blocks.update({b: (BROKEN,) for b in blocks if b in self.blocks})

@@ -1,0 +1,205 @@
+"""A worker without a model: KV that remembers what it was computed from.
+
+It executes plans exactly as worker.proto says, at the worst moment that it allows, and fails on the
+first wrong slot, in the step that reads it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
+from tests.property.disk import BROKEN, Content, FakeDisk
+from tests.property.oracle import Context, next_token, slot_content, stops
+
+ARRIVING: Context = ("arriving",)  # a swap-in is under way: not to be read or written
+VOID: Context = ("void",)  # computed from what a failed swap-in left; nothing tells the worker
+VOID_TOKEN = 7  # what is sampled from it: it must reach nobody
+
+
+@dataclass(eq=False)
+class Row:
+    new: NewSequence
+    salt: str
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    ended: bool = False
+    is_void: bool = False
+
+    def decodes(self) -> bool:
+        started = self.computed >= len(self.new.token_ids)
+        return started and len(self.tokens) < self.new.max_total_tokens
+
+    def content(self, position: int) -> Context:
+        return slot_content(self.salt, self.tokens, position)
+
+
+class FakeWorker:
+    """The memory of every tier, and the rows."""
+
+    def __init__(self, config: SchedulerConfig, num_disk_blocks: int = 0) -> None:
+        self.config = config
+        self.slots: list[Context | None] = [None] * (config.num_blocks * config.block_size)
+        self.host: dict[int, Content] = {}  # of blocks that hold something
+        self.disk = FakeDisk(num_disk_blocks, self.host)
+        self.rows: dict[int, Row] = {}
+        self.failed_in = -1  # the last step in which a swap-in failed
+        self.num_computed_tokens = 0
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        self._change_rows(plan)
+        self.disk.begin(
+            _pairs(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids),
+            _pairs(plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids),
+        )
+        arriving = self._swap(plan)
+        self._copy(_pairs(plan.copy_src_block_ids, plan.copy_dst_block_ids))
+        work = self._work(plan)
+        for row, count in work.items():  # all KV of a step is stored before any is read
+            self._store(row, count)
+        if plan.step_id == self.failed_in + 1:  # the failure was not known when it was planned
+            for row, count in work.items():
+                self._spread(row, count)
+        for row, count in work.items():
+            self._read(row, count)
+        failed = self._arrive(plan, arriving)
+        return self._sample(plan, work, failed)
+
+    def corrupt_host(self, blocks: Iterable[int]) -> None:
+        """Let the swap-ins and stores of blocks that hold something fail."""
+        broken = (BROKEN,) * self.config.block_size
+        self.host.update({block: broken for block in blocks if block in self.host})
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for r in plan.released_rows.tolist():
+            del self.rows[r]
+        void = [r for r, row in self.rows.items() if row.is_void]
+        assert not void, "computed from a failed swap-in, reported, and still running"
+        for new in plan.new_sequences:
+            assert new.row not in self.rows, "a new sequence gets a row in use"
+            assert 0 <= new.row < self.config.max_num_seqs
+            tokens, blocks = new.token_ids.tolist(), new.block_ids.tolist()
+            assert len(blocks) * self.config.block_size >= len(tokens)
+            assert new.num_computed_tokens < len(tokens)
+            salt = new.sampling.decode()  # the tests carry it there
+            self.rows[new.row] = Row(new, salt, tokens, blocks, new.num_computed_tokens)
+        for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
+            self.rows[r].blocks.append(block)
+        self._rename(dict(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)))
+
+    def _rename(self, src_to_dst: Mapping[int, int]) -> None:
+        """Let every table follow blocks to their new places, which no other block has."""
+        for row in self.rows.values():
+            taken = [b for b in row.blocks if b in src_to_dst.values() and b not in src_to_dst]
+            assert not taken, "a block is renamed to one that a table names"
+            row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
+
+    def _work(self, plan: StepPlan) -> dict[Row, int]:
+        """Return how many tokens each row computes."""
+        decoding = {r: 1 for r, row in self.rows.items() if row.decodes()}
+        assert len(decoding) == plan.num_decodes, "scheduler and worker count decodes differently"
+        chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+        assert len(chunks) == len(plan.chunk_rows), "a row is named twice"
+        assert not decoding.keys() & chunks.keys()
+        num_scheduled = len(decoding) + sum(chunks.values())
+        assert plan.num_scheduled_tokens == num_scheduled <= self.config.max_num_batched_tokens
+        decoding = {r: 1 for r in decoding if not self.rows[r].ended}
+        return {self.rows[r]: count for r, count in (decoding | chunks).items()}
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def _block(self, block: int) -> slice:
+        size = self.config.block_size
+        return slice(block * size, (block + 1) * size)
+
+    def _swap(self, plan: StepPlan) -> dict[int, Content]:
+        """Swap out; return what is in which device block when the step is done."""
+        outs = _pairs(plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids)
+        ins = _pairs(plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids)
+        assert not (outs and ins), "a step swaps out and in"
+        for source, target in outs:
+            assert 0 <= target < self.config.num_host_blocks
+            assert target not in self.disk.loading, "a swap-out writes a host block being loaded"
+            self.host[target] = tuple(self.slots[self._block(source)])
+        for source, _ in ins:
+            assert source in self.host, "a swap-in reads a host block that holds nothing"
+        arriving = {target: self.host[source] for source, target in ins}
+        for block in arriving:
+            self.slots[self._block(block)] = [ARRIVING] * self.config.block_size
+        return arriving
+
+    def _arrive(self, plan: StepPlan, arriving: Mapping[int, Content]) -> list[int]:
+        """Complete the swap-ins; return those that failed."""
+        for block, content in arriving.items():
+            there = {*self.slots[self._block(block)]}
+            assert there == {ARRIVING}, "a block is written while it is swapped in"
+            self.slots[self._block(block)] = content
+        failed = [block for block, content in arriving.items() if BROKEN in content]
+        self.failed_in = plan.step_id if failed else self.failed_in
+        return failed
+
+    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        read = [(target, self.slots[self._block(source)]) for source, target in pairs]
+        for target, content in read:
+            assert ARRIVING not in content, "a copy reads a block that is being swapped in"
+            self.slots[self._block(target)] = content
+
+    # --- computation ----------------------------------------------------------------------------
+
+    def _slots(self, row: Row, start: int, end: int) -> list[int]:
+        size = self.config.block_size
+        places = [divmod(position, size) for position in range(start, end)]
+        return [row.blocks[index] * size + offset for index, offset in places]
+
+    def _store(self, row: Row, count: int) -> None:
+        assert row.computed + count <= len(row.tokens)
+        for slot in self._slots(row, row.computed, row.computed + count):
+            self.slots[slot] = row.content(row.computed)
+            row.computed += 1
+
+    def _spread(self, row: Row, count: int) -> None:
+        """Make void what is computed from what a failed swap-in left."""
+        if any(self.slots[slot] in (BROKEN, VOID) for slot in self._slots(row, 0, row.computed)):
+            row.is_void = True
+            for slot in self._slots(row, row.computed - count, row.computed):
+                self.slots[slot] = VOID
+
+    def _read(self, row: Row, count: int) -> None:
+        self.num_computed_tokens += count
+        for position, slot in enumerate(self._slots(row, 0, row.computed)):
+            is_right = row.is_void or self.slots[slot] == row.content(position)
+            assert is_right, f"wrong KV at position {position}: {self.slots[slot]}"
+
+    def _sample(self, plan: StepPlan, work: Mapping[Row, int], failed: list[int]) -> StepOutcome:
+        sampled, tokens, stopped = [], [], []
+        for row in work:
+            if row.computed == len(row.tokens):
+                last = row.content(row.computed - 1)
+                token = VOID_TOKEN if row.is_void else next_token(row.new.output_index, last)
+                row.tokens.append(token)
+                sampled.append(row.new.row)
+                tokens.append(token)
+                if stops(row.content(row.computed)):
+                    row.ended = True
+                    stopped.append(row.new.row)
+        must_report = plan.num_scheduled_tokens == 0  # and may wait for it
+        ends = self.disk.end(at_least=int(must_report))
+        return StepOutcome(
+            step_id=plan.step_id,
+            sampled_rows=ints(sampled),
+            sampled_token_ids=ints(tokens),
+            stopped_rows=ints(stopped),
+            failed_rows=ints([]),
+            failed_swap_in_block_ids=ints(failed),
+            **{name: ints(blocks) for name, blocks in asdict(ends).items()},
+        )
+
+
+def _pairs(sources: Int32Array, targets: Int32Array) -> list[tuple[int, int]]:
+    """Return moves; each target is there once."""
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    assert len({target for _, target in pairs}) == len(pairs), "a target is named twice"
+    return pairs
