@@ -84,6 +84,7 @@ async def _run_scheduler(
             streams=streams,
             spans=spans,
             metrics=metrics.of(target),
+            max_decode_slowdown=settings.max_decode_slowdown,
         )
         for target in settings.workers
     ]

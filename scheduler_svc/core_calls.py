@@ -48,9 +48,10 @@ class CancelSource:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`core.schedule(now)`."""
+    """`core.schedule(now, max_paced_tokens)`."""
 
     now: float
+    max_paced_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

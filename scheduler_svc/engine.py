@@ -61,6 +61,7 @@ class Engine:
         streams: RouterStreams,
         spans: QueueSpans,
         metrics: EngineMetrics,
+        max_decode_slowdown: float,
     ) -> None:
         self.target = target
         self.session: Session | None = None
@@ -73,6 +74,7 @@ class Engine:
         self._streams = streams
         self._spans = spans
         self._metrics = metrics
+        self._max_decode_slowdown = max_decode_slowdown
         self._last_step_id = 0
 
     async def run(self) -> None:
@@ -120,6 +122,7 @@ class Engine:
             streams=self._streams,
             spans=self._spans,
             metrics=self._metrics,
+            max_decode_slowdown=self._max_decode_slowdown,
         )
         self._begin(session, link.info)
         try:

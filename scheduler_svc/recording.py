@@ -70,9 +70,10 @@ class RecordingScheduler(Scheduler):
         """See `Scheduler`."""
         self._recorded(CancelSource(source), super().cancel_source, source)
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
         """See `Scheduler`."""
-        return self._recorded(Schedule(now), super().schedule, now)
+        call = Schedule(now, max_paced_tokens)
+        return self._recorded(call, super().schedule, now, max_paced_tokens)
 
     def update(self, outcome: StepOutcome) -> News:
         """See `Scheduler`."""

@@ -178,8 +178,8 @@ class _Replayer:
                 self._hear_finished(self._core.cancel(source, seq_keys))
             case CancelSource(source):
                 self._core.cancel_source(source)
-            case Schedule(now):
-                plan = self._core.schedule(now)
+            case Schedule(now, max_paced_tokens):
+                plan = self._core.schedule(now, max_paced_tokens)
                 self._hear_finished(self._core.take_expired())
                 return plan
             case Update(outcome):

@@ -21,6 +21,7 @@ from scheduler_svc.placement import WorkerLoad
 from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto
 from scheduler_svc.worker_client import TimedResult, WorkerLink
@@ -38,6 +39,7 @@ class Session:
         streams: RouterStreams,
         spans: QueueSpans,
         metrics: EngineMetrics,
+        max_decode_slowdown: float,
     ) -> None:
         """`wake` is the one that `link` sets."""
         self.has_progressed = False
@@ -53,6 +55,7 @@ class Session:
         self._placement_load: WorkerLoad | None = None
         """As of the last time that somebody asked; None: it may have changed."""
         self._meter = RateMeter(core.config.max_num_batched_tokens)
+        self._pacer = StepPacer(max_decode_slowdown)
         self._at_worker = SequencesAtWorker()
         self._num_losses: dict[tuple[SourceId, SeqKey], int] = {}
         """Of the live sequences that were lost before."""
@@ -138,7 +141,7 @@ class Session:
     def _send_steps(self) -> None:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
-            plan = self._core.schedule(time.monotonic())
+            plan = self._core.schedule(time.monotonic(), self._pacer.max_paced_tokens)
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)
@@ -147,6 +150,7 @@ class Session:
             self._link.send(plan)
             self._at_worker.sent(plan)
             self._meter.sent(plan)
+            self._pacer.sent(plan)
             self._metrics.schedule.observe(time.perf_counter() - started)
 
     def _apply_result(self, timed: TimedResult) -> None:
@@ -157,6 +161,7 @@ class Session:
         self._metrics.update.observe(time.perf_counter() - started)
         self.has_progressed = True
         self._meter.answered(result.execute_s)
+        self._pacer.answered(result.execute_s)
         self._metrics.step_rpc.observe(timed.rpc_s)
         self._metrics.step_execute.observe(result.execute_s)
         for admitted in news.admitted:

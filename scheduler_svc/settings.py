@@ -45,6 +45,9 @@ class SchedulerSettings(ProcessSettings):
     ones overtake it. Default: half of the tokens that a step may have; 0: none is long."""
     max_long_prefills: Annotated[int, Field(ge=1)] = 1
     """Most long prompts that are computed at the same time."""
+    max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
+    """How much longer a step may take for a part of a long prompt while others stream: the parts
+    are made as short as that. More gives the long prompt's first token sooner; inf: no bound."""
     policy: str = "fcfs"
     """Who is served first: fcfs, priority, fair (between tenants), deadline, a combination such as
     priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""

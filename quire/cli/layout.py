@@ -34,7 +34,7 @@ _WORKER: Final = (
     "host_kv_memory_gb",
     "gpu_memory_utilization",
 )
-_SCHEDULER: Final = ("policy", "preemption_mode")
+_SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown")
 
 _SIM_WORKERS: Final = (
     "max_model_len",

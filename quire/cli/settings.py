@@ -73,6 +73,9 @@ class UpSettings(ProcessSettings):
     priority+fair+deadline, or the dotted path of a class; empty: fcfs."""
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
     """What becomes of the KV of a sequence that must make room; default: what costs less."""
+    max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
+    """How much longer a step may take for a part of a long prompt while others stream; inf: no
+    bound; default: the scheduler's, 1.4."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
     num_threads: Positive | None = None

@@ -36,10 +36,22 @@ class PlanDraft:
     long_prefills: list[Sequence] = field(default_factory=list)
     """Those that have left a part of the budget to others, and may have what these do not use."""
 
-    def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` (more) known tokens of `row`, at the cost of the budget."""
-        self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
+    paced_budget: int | None = None
+    """Tokens of paced sequences this step may still compute; None: as many as of others."""
+
+    def room_for(self, seq: Sequence) -> int:
+        """Return how many known tokens of `seq` this step may still compute."""
+        if seq.is_paced and self.paced_budget is not None:
+            return min(self.budget, self.paced_budget)
+        return self.budget
+
+    def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Compute `num_tokens` (more) known tokens of a running sequence, as there is room for."""
+        assert seq.row is not None
+        self.chunk_lens[seq.row] = self.chunk_lens.get(seq.row, 0) + num_tokens
         self.budget -= num_tokens
+        if seq.is_paced and self.paced_budget is not None:
+            self.paced_budget -= num_tokens
 
     def finish(self, released_rows: list[int]) -> StepPlan:
         """Return the plan."""

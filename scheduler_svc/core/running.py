@@ -128,12 +128,12 @@ class RunningSet:
         if not seq.announced:
             self._announce(seq, draft)
         num_known = len(seq.token_ids)
-        chunk = min(seq.num_tokens_left, draft.budget, max_tokens)
+        chunk = min(seq.num_tokens_left, draft.room_for(seq), max_tokens)
         if (most := self._config.max_prefill_chunk) is not None:
             chunk = min(chunk, most - draft.chunk_lens.get(seq.row, 0))
         if chunk == 0:
             return False
-        draft.add_chunk(seq.row, chunk)
+        draft.add_chunk(seq, chunk)
         seq.num_computed_tokens += chunk
         # Found from now on: whoever finds it computes in this step or a later one, and in each
         # layer a step stores all its KV before it reads any.

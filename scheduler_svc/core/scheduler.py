@@ -126,8 +126,13 @@ class Scheduler:
         """Plans whose results have not been reported."""
         return len(self._steps)
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
+
+        Args:
+            now: The time, in the caller's seconds.
+            max_paced_tokens: Most tokens of long prompts that the step computes if sequences
+                decode in it, who feel each of them; None: no bound.
 
         Returns:
             The plan, which must be executed; or None if there is nothing to do, or if only the
@@ -143,6 +148,7 @@ class Scheduler:
             return None
         num_decodes = self._running.num_decoding
         draft = PlanDraft(step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes)
+        draft.paced_budget = max_paced_tokens if num_decodes else None
         self._running.grow_tables(draft)
         for seq in self._running.prefilling:
             if draft.budget == 0:
@@ -295,6 +301,7 @@ class Scheduler:
         if seq.loading_block_ids and not self._running.is_loaded(seq):
             return
         if self._long_prefills.is_long(seq.num_tokens_left):
+            seq.is_paced = True
             draft.long_prefills.append(seq)
             self._compute_chunk(seq, draft, -(-draft.budget // 2))
         else:

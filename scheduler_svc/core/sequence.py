@@ -79,6 +79,8 @@ class Sequence:
     tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
+    is_paced: bool = False
+    """Whether what it has to compute was long once: then its chunks are kept short for others."""
     announced: bool = False
     """Whether the worker has heard of it since it got its row."""
     copy_from: DeviceBlockId | None = None

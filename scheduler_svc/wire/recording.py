@@ -63,8 +63,10 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
     """Make the payload of a call; `plan` and `raised` as `Entry` has them."""
     entry = recording_pb2.RecordingEntry(raised=raised)
     match call:
-        case Schedule(now):
+        case Schedule(now, max_paced_tokens):
             entry.schedule.now = now
+            if max_paced_tokens is not None:
+                entry.schedule.max_paced_tokens = max_paced_tokens
             if plan is not None:
                 entry.schedule.plan.CopyFrom(_plan_to_proto(plan))
         case Update(outcome):
@@ -184,7 +186,9 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
     call: Call
     match message.WhichOneof("call"):
         case "schedule":
-            call = Schedule(message.schedule.now)
+            scheduled = message.schedule
+            is_paced = scheduled.HasField("max_paced_tokens")
+            call = Schedule(scheduled.now, scheduled.max_paced_tokens if is_paced else None)
             if message.schedule.HasField("plan"):
                 plan = _plan_from_proto(message.schedule.plan)
         case "update":

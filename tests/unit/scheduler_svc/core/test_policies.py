@@ -53,6 +53,7 @@ class Worker:
 
     def __init__(self, core: Scheduler, now: float = 0.0) -> None:
         self.core, self.now = core, now
+        self.max_paced_tokens: int | None = None
         self.left: dict[int, int] = {}
         self.known: dict[int, int] = {}
         self.most: dict[int, int] = {}
@@ -63,7 +64,7 @@ class Worker:
         self.ends: dict[int, FinishReason] = {}
 
     def step(self) -> bool:
-        plan = self.core.schedule(self.now)
+        plan = self.core.schedule(self.now, self.max_paced_tokens)
         check(self.core)
         self.ends |= {end.seq_key: end.reason for end in self.core.take_expired()}
         if plan is None:
@@ -460,6 +461,31 @@ def test_a_long_prompt_that_is_cached_waits_for_no_other():
     core.submit(request(1, num_tokens=44), 2.0)
     worker.step()
     assert worker.admitted == [1, 0, 1]
+
+
+def test_beside_decodes_a_long_prompt_computes_no_more_than_is_paced():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
+    core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
+    worker = Worker(core)
+    worker.step()
+    core.submit(request(1, num_tokens=40), 1.0)
+    core.submit(request(2, num_tokens=6), 1.0)
+    worker.max_paced_tokens = 3
+    while 1 not in worker.ends:
+        worker.step()
+    assert worker.chunks[1] == {1: 3, 2: 6}, "a short one is not held back"
+    assert [chunk[1] for chunk in worker.chunks[1:] if 1 in chunk] == [3] * 13 + [1], (
+        "neither is its end computed at once"
+    )
+
+
+def test_nobody_decodes_and_nothing_is_paced():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
+    core.submit(request(1, num_tokens=40), 0.0)
+    worker = Worker(core)
+    worker.max_paced_tokens = 3
+    worker.step()
+    assert worker.chunks == [{0: 16}]
 
 
 # --- policies from outside ------------------------------------------------------------------------
