@@ -3,10 +3,10 @@
     python bench/interference.py
 
 Eight streams run on a 125M Llama with random weights. When each has some tokens, a prompt that
-fills the context arrives. Compared are the gaps between the streams' tokens before it came and until
-its own first token; and the time until all is done, against a service that computes long prompts as
-fast as it can (--max-decode-slowdown inf), which is what the bound costs in throughput. The two
-services take turns; nothing else should run on the machine.
+fills the context arrives. Compared are the gaps between the streams' tokens before it came and
+until its own first token; and the time until all is done, against a service that computes long
+prompts as fast as it can (--max-decode-slowdown inf), which is what the bound costs in throughput.
+The two services take turns; nothing else should run on the machine.
 """
 
 import argparse

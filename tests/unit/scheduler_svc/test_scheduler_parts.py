@@ -82,6 +82,7 @@ def make_session(spans):
         streams=RouterStreams(1000),
         spans=spans,
         metrics=SchedulerMetrics(CollectorRegistry()).of("w"),
+        max_decode_slowdown=1.5,
     )
 
 
