@@ -27,6 +27,7 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
+from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.upload import upload
 
 
@@ -81,8 +82,9 @@ class Executor:
         device: torch.device,
         spans: SequenceSpans | None = None,
         host_pool: HostPool | None = None,
+        structured: StructuredOutput | None = None,
     ) -> None:
-        """`host_pool` may be None if no step swaps."""
+        """`host_pool` may be None if no step swaps, `structured` if no row has a grammar."""
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
@@ -90,7 +92,9 @@ class Executor:
         self._device = device
         self._spans = spans or SequenceSpans()
         self.rows = Rows(limits)
-        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device)
+        self._sampler = Sampler(
+            limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured
+        )
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
 
     @property
@@ -140,6 +144,7 @@ class Executor:
             )
             if len(scheduled.sampling):
                 readback = Readback(self._sample(hidden, batch, scheduled))
+                self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
         return LaunchedStep(step.step_id, scheduled, readback, failed_swap_ins, start_s)
 
     def collect(self, launched: LaunchedStep) -> StepOutput:

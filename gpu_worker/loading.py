@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 import torch
@@ -17,6 +18,7 @@ from gpu_worker.model_config import ModelConfig, load_model_config
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from gpu_worker.step_loop import StepLoop
+from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.weights import load_weights
 from gpu_worker.worker_info import WorkerInfo
 
@@ -59,7 +61,10 @@ def load(
         host_pool = HostPool(
             pool.blocks_as_bytes, num_host_blocks, has_checksums=settings.kv_checksum
         )
-    executor = Executor(model, pool, limits, eos_token_ids, device, host_pool=host_pool)
+    structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
+    executor = Executor(
+        model, pool, limits, eos_token_ids, device, host_pool=host_pool, structured=structured
+    )
     swap_bytes_per_s = prefill_tokens_per_s = 0.0
     if host_pool is not None:
         report("measuring", None)
@@ -74,6 +79,7 @@ def load(
         block_bytes=bytes_per_block,
         swap_bytes_per_s=swap_bytes_per_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
+        structured_output=structured is not None,
         dtype=str(dtype).removeprefix("torch."),
     )
     _log.info(
@@ -97,6 +103,20 @@ def load(
             kv_tokens=num_blocks * limits.block_size,
         )
     return info, StepLoop(executor, event_loop)
+
+
+def _structured_output(
+    directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+) -> StructuredOutput | None:
+    """None, and a warning that says why, if the model cannot be made to keep to a grammar."""
+    if not eos_token_ids:
+        _log.warning("no structured output: the model has no end-of-sequence token")
+        return None
+    try:
+        return StructuredOutput(directory / "tokenizer.json", vocab_size, eos_token_ids, device)
+    except (OSError, ValueError) as error:
+        _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
+        return None
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:

@@ -55,6 +55,12 @@ class Readback:
         """Whether `wait` would return at once."""
         return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
+    def token_ids(self) -> Int64Array:
+        """int64[S]: the tokens alone, once they have arrived; any thread may call it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._token_ids.numpy()
+
     def wait(self) -> HostSampled:
         """The values, once they have arrived."""
         if self._arrived is not None:

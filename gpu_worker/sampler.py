@@ -6,7 +6,7 @@ The order of operations is that of `quire.v1.SamplingParams`. Each part touches 
 that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from gpu_worker.draw import draw, uniforms
 from gpu_worker.penalties import TokenCounts
 from gpu_worker.sampling_params import NO_TOKEN, SamplingParams, SamplingTable
+from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.truncation import truncate
 from gpu_worker.upload import upload
 
@@ -46,7 +47,8 @@ class Sampled:
     token_ids: torch.Tensor
     """int64[S]; where `is_finite` is false, any id in range."""
     is_finite: torch.Tensor
-    """bool[S]: whether all logits of the sequence were finite."""
+    """bool[S]: whether a token could be drawn: all logits of the sequence were finite, and its
+    grammar, if it has one, can be followed."""
     logprobs: SampledLogprobs | None
 
 
@@ -59,8 +61,11 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        structured: StructuredOutput | None = None,
     ) -> None:
+        """`structured` may be None if no row has a grammar."""
         self._device = device
+        self._structured = structured
         self._counts = TokenCounts(vocab_size, device)
         self.table = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
 
@@ -76,10 +81,15 @@ class Sampler:
         if params.has_penalties:
             (known,) = upload([token_ids.astype(np.int64)], self._device)
             self._counts.add(row, known[:num_prompt_tokens], known[num_prompt_tokens:])
+        if params.grammar is not None:
+            assert self._structured is not None, "the worker says that it takes no grammar"
+            self._structured.add(row, params.grammar, token_ids[num_prompt_tokens:].tolist())
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows."""
         self._counts.release(rows)
+        if self._structured is not None:
+            self._structured.release(rows)
 
     def sample(
         self,
@@ -109,6 +119,11 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
+        structured = np.nonzero(table.has_grammar[rows])[0]
+        if len(structured):
+            assert self._structured is not None
+            lost = self._structured.restrict(logits, rows[structured].tolist(), structured)
+            is_finite.index_fill_(0, lost, 0)
 
         token_ids = _argmax(logits)
         drawn = np.nonzero(table.temperature[rows])[0]
@@ -121,6 +136,20 @@ class Sampler:
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
         return Sampled(token_ids, is_finite, logprobs)
+
+    def follow(
+        self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
+    ) -> None:
+        """Let the grammars move on by what a step has sampled.
+
+        Args:
+            rows: int64[S], as for `sample`.
+            token_ids: Waits for int64[S], the step's tokens; called on another thread.
+        """
+        structured = np.nonzero(self.table.has_grammar[rows])[0]
+        if len(structured):
+            assert self._structured is not None
+            self._structured.expect(rows[structured].tolist(), structured, token_ids)
 
     def _penalize(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]

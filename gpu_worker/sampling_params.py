@@ -33,6 +33,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: str | None = None
+    """As llguidance takes it; None: any token may follow any other."""
 
     @property
     def has_penalties(self) -> bool:
@@ -63,6 +65,7 @@ class SamplingTable:
         self.has_bias = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -85,6 +88,7 @@ class SamplingTable:
         self.has_bias[row] = bool(params.logit_bias)
         self.wants_logprobs[row] = params.logprobs is not None
         self.num_top_logprobs[row] = params.logprobs or 0
+        self.has_grammar[row] = params.grammar is not None
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
         self.end_token_ids[row] = NO_TOKEN
         self.end_token_ids[row, : len(ends)] = ends

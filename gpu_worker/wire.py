@@ -98,6 +98,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             eos_token_ids=info.eos_token_ids,
+            structured_output=info.structured_output,
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -152,7 +153,10 @@ def sampling_params_from_proto(
         stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        grammar=params.structured.grammar if params.HasField("structured") else None,
     )
+    if parsed.grammar == "":
+        raise InvalidArgumentError(f"{field}.structured.grammar", "is not set")
     _require_number(f"{field}.temperature", parsed.temperature, 0, 100)
     _require_number(f"{field}.top_k", parsed.top_k, 0, vocab_size)
     _require_positive(f"{field}.top_p", parsed.top_p, 1)

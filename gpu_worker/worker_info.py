@@ -19,6 +19,8 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...]
     block_bytes: int
     """Of one block, over all layers."""
+    structured_output: bool
+    """Whether outputs can be made to have a form."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     swap_bytes_per_s: float = 0.0

@@ -18,6 +18,17 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an output must have: exactly one is set; see `quire.v1.StructuredOutput`."""
+
+    json_schema: str | Mapping[str, object] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when an output ends; see `quire.v1.SamplingParams` for each field.
 
@@ -38,6 +49,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -141,6 +153,8 @@ class Model:
     """Most tokens that prompt and output may have together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    structured_output: bool = False
+    """Whether `SamplingParams.structured` can be used."""
 
 
 @dataclass(frozen=True, slots=True)

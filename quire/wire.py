@@ -1,5 +1,6 @@
 """The client's end of `quire.v1.InferenceService`: its values to protos and back."""
 
+import json
 from collections.abc import Sequence
 
 from quire.types import (
@@ -15,6 +16,7 @@ from quire.types import (
     OutputError,
     OutputFinished,
     SamplingParams,
+    StructuredOutput,
     TokenLogprob,
     Usage,
 )
@@ -59,7 +61,31 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        structured=(
+            None if sampling.structured is None else structured_to_proto(sampling.structured)
+        ),
     )
+
+
+def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
+    """Raise InvalidArgumentError unless exactly one form is set."""
+    schema = structured.json_schema
+    if schema is not None and not isinstance(schema, str):
+        schema = json.dumps(schema)
+    forms = {
+        "json_schema": schema,
+        "json_object": structured.json_object or None,
+        "regex": structured.regex,
+        "choice": common_pb2.Choice(texts=structured.choice) if structured.choice else None,
+        "grammar": structured.grammar,
+    }
+    given = [name for name, value in forms.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidArgumentError(
+            "structured", f"sets {', '.join(given) or 'nothing'}; it must set exactly one form"
+        )
+    message: common_pb2.StructuredOutput = common_pb2.StructuredOutput(**forms)  # type: ignore[arg-type]
+    return message
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
@@ -154,7 +180,13 @@ def usage_from_proto(usage: inference_pb2.Usage) -> Usage:
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """Take the models served."""
     return tuple(
-        Model(model.id, model.max_model_len, model.vocab_size, tuple(model.eos_token_ids))
+        Model(
+            model.id,
+            model.max_model_len,
+            model.vocab_size,
+            tuple(model.eos_token_ids),
+            model.structured_output,
+        )
         for model in response.models
     )
 

@@ -22,6 +22,25 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+class StructuredForm(Enum):
+    """A kind of form that an output may have to have; the values are the contract's field names."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an output must have; see `quire.v1.StructuredOutput`."""
+
+    form: StructuredForm
+    texts: tuple[str, ...] = ()
+    """The choices; the one text that tells the form; none for JSON_OBJECT."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when an output ends: each field as in `quire.v1.SamplingParams`."""
@@ -40,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +150,8 @@ class ModelInfo:
     """Most tokens of prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    structured_output: bool = False
+    """Whether an output can be made to have a form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import secrets
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -13,11 +14,12 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from router import metrics
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
-from router.domain import GenerateRequest, Load, ModelInfo
+from router.domain import GenerateRequest, Load, ModelInfo, StructuredOutput
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
 from router.scheduler_client import SchedulerClient
 from router.stop_strings import StopMatcher, StopPattern
+from router.structured_output import to_grammar
 from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
 from router.validation import (
@@ -113,12 +115,13 @@ class Inference:
     async def _submit(
         self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span
     ) -> LiveRequest:
-        prompt, patterns = await self._prompts.run(lambda: self._prepare(request))
+        prompt, patterns, structured = await self._prompts.run(lambda: self._prepare(request))
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = settle_sampling(
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
+        sampling = replace(sampling, structured=structured)
         span.set_attributes(
             {
                 "quire.request_id": request_id,
@@ -159,14 +162,21 @@ class Inference:
         self._scheduler.submit(live)
         return live
 
-    def _prepare(self, request: GenerateRequest) -> tuple["array[int]", list[StopPattern]]:
+    def _prepare(
+        self, request: GenerateRequest
+    ) -> tuple["array[int]", list[StopPattern], StructuredOutput | None]:
         """What takes time in proportion to what the client sent; runs in a thread."""
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = tuple(
                 self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
             )
-        return array("i", prompt), [StopPattern.of(string) for string in request.stop]
+        structured = request.sampling.structured
+        return (
+            array("i", prompt),
+            [StopPattern.of(string) for string in request.stop],
+            None if structured is None else to_grammar(structured),
+        )
 
     def _take(self, request_id: str) -> Span:
         if self._draining:
@@ -295,7 +305,11 @@ class Inference:
         if model is None:
             raise self._scheduler.unavailable()
         return ModelInfo(
-            self._model_name, model.max_model_len, model.vocab_size, model.eos_token_ids
+            self._model_name,
+            model.max_model_len,
+            model.vocab_size,
+            model.eos_token_ids,
+            model.structured_output,
         )
 
     def _max_text_bytes(self, model: ModelInfo) -> int:

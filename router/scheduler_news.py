@@ -1,7 +1,7 @@
 """What a scheduler tells a router on their stream."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from router.domain import FinishReason, OutputError, TokenLogprob
@@ -17,14 +17,11 @@ class SchedulerModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    structured_output: bool = False
 
     def can_continue(self, other: "SchedulerModel") -> bool:
         """Whether this is `other` again, as far as a router can tell: its outputs can go on."""
-        return (self.id, self.vocab_size, self.eos_token_ids) == (
-            other.id,
-            other.vocab_size,
-            other.eos_token_ids,
-        )
+        return replace(self, max_model_len=0) == replace(other, max_model_len=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
                     max_model_len=model.max_model_len,
                     vocab_size=model.vocab_size,
                     eos_token_ids=tuple(model.eos_token_ids),
+                    structured_output=model.structured_output,
                 ),
             )
         case _:

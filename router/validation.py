@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from router.domain import GenerateRequest, ModelInfo, SamplingParams
-from rpc.errors import InvalidArgumentError
+from rpc.errors import InvalidArgumentError, UnimplementedError
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 128
@@ -74,6 +74,8 @@ def check_sampling(sampling: SamplingParams, model: ModelInfo) -> None:
     )
     if sampling.logprobs is not None:
         _check_range("sampling.logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if sampling.structured is not None:
+        _check_structured(sampling, model)
     _check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
     _check_count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
@@ -159,6 +161,21 @@ def check_token_ids(field: str, token_ids: Sequence[int], model: ModelInfo) -> N
             raise InvalidArgumentError(
                 f"{field}[{i}]", f"is {token_id}; it must be in [0, {model.vocab_size})"
             )
+
+
+def _check_structured(sampling: SamplingParams, model: ModelInfo) -> None:
+    """What the form says is looked at when it is made a grammar."""
+    if not model.structured_output:
+        raise UnimplementedError("sampling.structured: this model's outputs cannot be given a form")
+    # The form's end is told by an end-of-sequence token.
+    if sampling.ignore_eos:
+        raise InvalidArgumentError(
+            "sampling.ignore_eos", "is true; with structured it must be unset"
+        )
+    if sampling.min_tokens:
+        raise InvalidArgumentError(
+            "sampling.min_tokens", f"is {sampling.min_tokens}; with structured it must be unset"
+        )
 
 
 def _check_num_bytes(field: str, num_bytes: int, model: ModelInfo, most: int) -> None:

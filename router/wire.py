@@ -12,6 +12,8 @@ from router.domain import (
     OutputDelta,
     OutputFinished,
     SamplingParams,
+    StructuredForm,
+    StructuredOutput,
     TokenLogprob,
     Usage,
 )
@@ -74,7 +76,37 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if given("logprobs") else None,
+        structured=_structured_from_proto(message.structured) if given("structured") else None,
     )
+
+
+def _structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
+    name = message.WhichOneof("form")
+    match name:
+        case None:
+            raise InvalidArgumentError(
+                "sampling.structured", "is empty; one of its fields must be set"
+            )
+        case "json_object":
+            if not message.json_object:
+                raise InvalidArgumentError("sampling.structured.json_object", "is false; unset it")
+            return StructuredOutput(StructuredForm.JSON_OBJECT)
+        case "choice":
+            return StructuredOutput(StructuredForm.CHOICE, tuple(message.choice.texts))
+        case _:
+            return StructuredOutput(StructuredForm(name), (getattr(message, name),))
+
+
+def _structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
+    match structured.form:
+        case StructuredForm.JSON_OBJECT:
+            return common_pb2.StructuredOutput(json_object=True)
+        case StructuredForm.CHOICE:
+            return common_pb2.StructuredOutput(choice=common_pb2.Choice(texts=structured.texts))
+        case _:
+            message = common_pb2.StructuredOutput()
+            setattr(message, structured.form.value, structured.texts[0])
+            return message
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -94,6 +126,9 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        structured=(
+            None if sampling.structured is None else _structured_to_proto(sampling.structured)
+        ),
     )
 
 
@@ -169,6 +204,7 @@ def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        structured_output=model.structured_output,
     )
 
 

@@ -16,6 +16,8 @@ class ModelInfo:
     """Most tokens of prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    structured_output: bool = False
+    """Whether outputs can be made to have a form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class Session:
             max_model_len=self._core.max_request_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
+            structured_output=model.structured_output,
         )
 
     def oldest_step_age_s(self) -> float:

@@ -126,6 +126,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         limits=limits,
         eos_token_ids=vocabulary.eos_token_ids,
         block_bytes=settings.block_size * settings.kv_bytes_per_token,
+        structured_output=False,
         dtype="bfloat16",
     )
     steps = SimulatedSteps(

@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from router.inference import Inference
 from router.openai.answer import Call
+from router.openai.json_object import Schema
 from router.openai.responses import ChatShape
-from router.openai.schema import UNIMPLEMENTED, Body, Schema
+from router.openai.schema import UNIMPLEMENTED, Body
 from rpc.errors import InvalidArgumentError
 
 MAX_TOP_LOGPROBS = 20
@@ -67,7 +68,6 @@ class ChatBody(Body):
             "parallel_tool_calls": (),
             "functions": ([],),
             "function_call": ("none",),
-            "response_format": ({"type": "text"},),
             "modalities": (["text"],),
             "audio": (),
             "prediction": (),

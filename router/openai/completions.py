@@ -56,7 +56,6 @@ class CompletionBody(Body):
             **UNIMPLEMENTED,
             "echo": (False,),
             "suffix": (),
-            "response_format": ({"type": "text"},),
         }
     )
 

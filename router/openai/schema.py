@@ -10,46 +10,20 @@ The only field that is accepted and has no effect is `user`, a label for the pro
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from router.domain import GenerateRequest, SamplingParams
+from router.openai.json_object import Schema
 from router.openai.json_text import excerpt
-from rpc.errors import InvalidArgumentError, UnimplementedError
+from router.openai.structured import StructuredFields
+from rpc.errors import InvalidArgumentError
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""
 
 MAX_TOKEN_ID_DIGITS = 10
-
-
-class Schema(BaseModel):
-    """A JSON object. Strict: no string becomes a number, and true is not 1."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    unimplemented: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
-    """Fields that are refused by name, each with the values that ask for nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        fields = {}
-        for name, item in value.items():
-            if item is None:
-                continue
-            if name not in cls.unimplemented:
-                fields[name] = item
-            elif not any(_same(item, neutral) for neutral in cls.unimplemented[name]):
-                raise UnimplementedError(f"{name} is {excerpt(item)}; it is not supported")
-        return fields
-
-
-def _same(value: object, neutral: object) -> bool:
-    return type(value) is type(neutral) and value == neutral  # 0 does not pass for false
 
 
 def _listed(value: object) -> object:
@@ -66,12 +40,12 @@ class StreamOptions(Schema):
     include_usage: bool = False
 
 
-class Body(Schema):
+class Body(StructuredFields):
     """What both completions and chat completions take."""
 
     model: str = ""
     n: int = 1
-    stop: Annotated[list[str], BeforeValidator(_listed)] = []
+    stop: Annotated[list[str], BeforeValidator(_listed), Field(default_factory=list)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str = ""
@@ -81,7 +55,7 @@ class Body(Schema):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], Field(default_factory=dict)]
 
     # Not OpenAI's, but sent by clients of vLLM.
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
@@ -89,7 +63,7 @@ class Body(Schema):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], Field(default_factory=list)]
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -139,6 +113,7 @@ class Body(Schema):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            structured=self.structured(),
         )
 
 
@@ -165,11 +140,6 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "allowed_token_ids": (),
         "bad_words": ([],),
         "priority": (0,),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
     }
 )
 """Of both kinds of call: fields that are refused by name, with the values that ask for nothing."""

@@ -114,6 +114,7 @@ def welcome_to_proto(epoch: int, model: ModelInfo) -> scheduler_pb2.ConnectRespo
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
+                structured_output=model.structured_output,
             ),
         )
     )

@@ -42,6 +42,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             max_model_len=message.model.max_model_len,
             vocab_size=message.model.vocab_size,
             eos_token_ids=tuple(message.model.eos_token_ids),
+            structured_output=message.model.structured_output,
         ),
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,

@@ -1,0 +1,135 @@
+"""Keeps outputs to their grammars: which tokens may come next, worked out beside the device's work.
+
+A row's grammar moves on with each token that the row samples. That, and the next mask, is done on
+one thread of its own as soon as the token is known, while the next step computes; the sampler waits
+for it only if it comes late.
+
+Symbols: `S` sequences, `V` vocabulary, `W` 32-bit words of `V` bits.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.upload import upload
+
+_MAX_COMPILED = 64
+"""Grammars that are kept compiled: requests often share one."""
+
+
+class _Row:
+    """A row's place in its grammar. Only the thread touches `matcher`."""
+
+    def __init__(self) -> None:
+        self.matcher: llguidance.LLMatcher | None = None
+        self.mask: Future[npt.NDArray[np.int32]] | None = None
+
+
+class StructuredOutput:
+    """The grammars of the rows that have one, from `add` to `release`."""
+
+    def __init__(
+        self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device
+    ) -> None:
+        """`tokenizer` is a tokenizer.json; there is at least one of `eos_token_ids`.
+
+        Raises:
+            ValueError: It is no tokenizer that grammars can be followed with.
+        """
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+        )
+        self._vocab_size = vocab_size
+        self._device = device
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._rows: dict[int, _Row] = {}
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
+        """Give a free row its grammar, and the output that it has so far."""
+        entry = self._rows[row] = _Row()
+
+        def begin() -> npt.NDArray[np.int32]:
+            entry.matcher = self._compile(grammar)
+            entry.matcher.consume_tokens(list(output_token_ids))
+            return self._mask(entry.matcher)
+
+        entry.mask = self._thread.submit(begin)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows; those that have no grammar are ignored."""
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def restrict(
+        self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Suppress what the grammars do not admit.
+
+        Args:
+            logits: float32[S, V] on the device; changed.
+            rows: Those that have a grammar.
+            places: int64[len(rows)]: where their logits are.
+
+        Returns:
+            int64[F] on the device: the places of rows whose grammar cannot be followed any further.
+        """
+        masks = [self._rows[row].mask.result() for row in rows]  # type: ignore[union-attr]
+        words, index = upload([np.stack(masks), places], self._device)  # int32[N, W]
+        bits = torch.arange(32, dtype=torch.int32, device=self._device)
+        is_admitted = (words.unsqueeze(2) >> bits & 1).flatten(1)[:, : self._vocab_size].bool()
+        restricted = logits.index_select(0, index).masked_fill_(~is_admitted, -torch.inf)
+        logits.index_copy_(0, index, restricted)
+        return index[~is_admitted.any(1)]
+
+    def expect(
+        self,
+        rows: Sequence[int],
+        places: npt.NDArray[np.int64],
+        token_ids: Callable[[], npt.NDArray[np.int64]],
+    ) -> None:
+        """Let the grammars of `rows` move on by the tokens that they sample.
+
+        Args:
+            rows: Those that have a grammar.
+            places: int64[len(rows)]: where their tokens are among `token_ids`.
+            token_ids: Waits for the step's tokens; called on the thread.
+        """
+        entries = [self._rows[row] for row in rows]
+        arrived = self._thread.submit(token_ids)
+        for entry, place in zip(entries, places.tolist(), strict=True):
+            entry.mask = self._thread.submit(self._advance, entry, arrived, place)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _advance(
+        self, entry: _Row, arrived: Future[npt.NDArray[np.int64]], place: int
+    ) -> npt.NDArray[np.int32]:
+        assert entry.matcher is not None
+        entry.matcher.consume_token(int(arrived.result()[place]))
+        return self._mask(entry.matcher)
+
+    def _mask(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
+        """int32[W]: a bit for each token that may come next; none if the grammar is lost."""
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():  # too complex, as it may turn out only now
+            mask[:] = 0
+        return mask
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        if grammar not in self._compiled:
+            self._compiled[grammar] = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].deep_copy()
