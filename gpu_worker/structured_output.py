@@ -4,7 +4,7 @@ A row's grammar moves on with each token that the row samples. That, and the nex
 one thread of its own as soon as the token is known, while the next step computes; the sampler waits
 for it only if it comes late.
 
-Symbols: `S` sequences, `V` vocabulary, `W` 32-bit words of `V` bits.
+Symbols: `S` sequences, `V` vocabulary.
 """
 
 from collections import OrderedDict
@@ -28,7 +28,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher | None = None
-        self.mask: Future[npt.NDArray[np.int32]] | None = None
+        self.mask: Future[npt.NDArray[np.bool_]] | None = None
 
 
 class StructuredOutput:
@@ -55,7 +55,7 @@ class StructuredOutput:
         """Give a free row its grammar, and the output that it has so far."""
         entry = self._rows[row] = _Row()
 
-        def begin() -> npt.NDArray[np.int32]:
+        def begin() -> npt.NDArray[np.bool_]:
             entry.matcher = self._compile(grammar)
             entry.matcher.consume_tokens(list(output_token_ids))
             return self._mask(entry.matcher)
@@ -81,12 +81,10 @@ class StructuredOutput:
             int64[F] on the device: the places of rows whose grammar cannot be followed any further.
         """
         masks = [self._rows[row].mask.result() for row in rows]  # type: ignore[union-attr]
-        words, index = upload([np.stack(masks), places], self._device)  # int32[N, W]
-        bits = torch.arange(32, dtype=torch.int32, device=self._device)
-        is_admitted = (words.unsqueeze(2) >> bits & 1).flatten(1)[:, : self._vocab_size].bool()
-        restricted = logits.index_select(0, index).masked_fill_(~is_admitted, -torch.inf)
+        is_suppressed, index = upload([np.stack(masks), places], self._device)  # bool[N, V]
+        restricted = logits.index_select(0, index).masked_fill_(is_suppressed, -torch.inf)
         logits.index_copy_(0, index, restricted)
-        return index[~is_admitted.any(1)]
+        return index[is_suppressed.all(1)]
 
     def expect(
         self,
@@ -112,19 +110,21 @@ class StructuredOutput:
 
     def _advance(
         self, entry: _Row, arrived: Future[npt.NDArray[np.int64]], place: int
-    ) -> npt.NDArray[np.int32]:
+    ) -> npt.NDArray[np.bool_]:
         assert entry.matcher is not None
         entry.matcher.consume_token(int(arrived.result()[place]))
         return self._mask(entry.matcher)
 
-    def _mask(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
-        """int32[W]: a bit for each token that may come next; none if the grammar is lost."""
-        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+    def _mask(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.bool_]:
+        """bool[V]: which tokens may not come next; none may if the grammar is lost."""
+        admitted = np.zeros(-(-self._vocab_size // 32), np.int32)  # a bit for each token
         if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.unsafe_compute_mask_ptr(admitted.ctypes.data, admitted.nbytes)
         if matcher.is_error():  # too complex, as it may turn out only now
-            mask[:] = 0
-        return mask
+            admitted[:] = 0
+        suppressed = ~admitted.view(np.uint8)
+        bits = np.unpackbits(suppressed, count=self._vocab_size, bitorder="little")
+        return bits.view(np.bool_)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if grammar not in self._compiled:

@@ -19,8 +19,6 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...]
     block_bytes: int
     """Of one block, over all layers."""
-    structured_output: bool
-    """Whether outputs can be made to have a form."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     swap_bytes_per_s: float = 0.0
@@ -29,6 +27,9 @@ class WorkerInfo:
     """How fast prompts are computed; 0: not measured."""
     disk_bytes_per_s: float = 0.0
     """How fast blocks come from the disk; 0: not measured."""
+
+    structured_output: bool = False
+    """Whether outputs can be made to have a form."""
 
 
 @dataclass(frozen=True, slots=True)

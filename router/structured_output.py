@@ -72,4 +72,4 @@ def _json_grammar(schema: str, field: str) -> str:
             },
         )
     except ValueError as error:
-        raise InvalidArgumentError(field, f"is no JSON: {error}") from None
+        raise InvalidArgumentError(field, f"is no JSON schema: {error}") from None

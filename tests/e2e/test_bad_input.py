@@ -247,8 +247,8 @@ HTTP_CASES: dict[str, tuple[dict[str, Any], Expected]] = {
         _invalid("body", "not valid JSON", "hex escape", "column"),
     ),
     "not implemented": (
-        {"guided_regex": "a*"},
-        Expected(StatusCode.UNIMPLEMENTED, 400, None, ("guided_regex", "a*", "not supported")),
+        {"prompt_logprobs": 3},
+        Expected(StatusCode.UNIMPLEMENTED, 400, None, ("prompt_logprobs", "3", "not supported")),
     ),
 }
 
