@@ -5,7 +5,7 @@ with 1, 8 and 32 streams of 128 tokens in and 64 out, then lets them take turns 
 engine in one process (see one_process.py). The client is a process of its own on the same machine.
 Where cores are few, all compete: the client's time is part of what three processes are seen to
 cost, while the one process has no client. --base-url measures a server that is up already, and no
-tax.
+tax. --peer URL lets another OpenAI-shaped server of the same model take turns with ours.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import aiohttp
 import uvloop
 from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
 from processes import make_model, one_process, service
+from shares import measure_shares
 from split import measure_split
 
 _WAVES = 4
@@ -47,6 +48,7 @@ class Options:
     split_concurrency: int
     split_rounds: int
     base_url: str | None
+    peer: str | None
 
 
 _START = time.monotonic()
@@ -62,7 +64,8 @@ async def measure(options: Options) -> dict[str, float]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.base_url is not None:
-        return metrics_of(await _measure_load(options, options.base_url))
+        loads = await _measure_load(options, options.base_url)
+        return metrics_of(loads.ours) | loads.peer_ratios()
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as temporary:
         model = options.model
         if model is None:
@@ -81,18 +84,24 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
     _report("starting the processes …")
     async with contextlib.AsyncExitStack() as stack:
         started = await stack.enter_async_context(service(model, worker_flags))
-        alone = await stack.enter_async_context(one_process(model, worker_flags))
-        await asyncio.gather(started.wait_until_ready(), alone.wait_until_ready())
+        one = await stack.enter_async_context(one_process(model, worker_flags))
+        await asyncio.gather(started.wait_until_ready(), one.wait_until_ready())
         _report("the three processes and the one are ready")
-        metrics = metrics_of(await _measure_load(options, started.base_url))
+        loads = await _measure_load(options, started.base_url)
+        metrics = metrics_of(loads.ours) | loads.peer_ratios()
         name = await find_model(started.base_url)
+        if not options.quick:
+            alone = next((load for load in loads.ours if load.concurrency == 1), None)
+            metrics |= await measure_shares(
+                started.base_url, name, model, alone, options.num_threads
+            )
         concurrency = options.split_concurrency
         workload = _workload(options, name, concurrency)
         if options.quick:  # there is time for two short rounds, or for one
             workload = replace(workload, output_len=-(-workload.output_len // 2))
         tax = await measure_split(
             started,
-            alone,
+            one,
             workload,
             concurrency,
             options.split_rounds,
@@ -103,16 +112,46 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
     return metrics | tax.metrics()
 
 
-async def _measure_load(options: Options, base_url: str) -> list[LoadResult]:
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What was measured at each concurrency."""
+
+    ours: list[LoadResult]
+    peers: list[LoadResult]
+    """At the same concurrencies; empty if there is no peer."""
+
+    def peer_ratios(self) -> dict[str, float]:
+        """Ours ÷ the peer's, by name."""
+        ratios = {}
+        for ours, peers in zip(self.ours, self.peers, strict=False):
+            suffix = f"c{ours.concurrency}"
+            ratios[f"peer_ratio_{suffix}"] = ours.output_tok_s / peers.output_tok_s
+            ratios[f"peer_ttft_ratio_{suffix}"] = ours.ttft_mean_ms / peers.ttft_mean_ms
+            ratios[f"peer_itl_p99_ratio_{suffix}"] = ours.itl_p99_ms / peers.itl_p99_ms
+        return {name: round(ratio, 4) for name, ratio in ratios.items()}
+
+
+async def _measure_load(options: Options, base_url: str) -> Loads:
     name = await find_model(base_url)
-    results = []
+    peer_name = await find_model(options.peer) if options.peer else ""
+    loads = Loads([], [])
     for concurrency in options.concurrency:
         workload = _workload(options, name, concurrency)
         _report(f"concurrency {concurrency}: {workload.num_prompts} prompts …")
-        results.append(await run_load(base_url, workload, concurrency))
+        loads.ours.append(await run_load(base_url, workload, concurrency))
+        if options.peer:
+            _report(f"concurrency {concurrency}: the peer …")
+            theirs = replace(workload, model=peer_name)
+            loads.peers.append(await run_load(options.peer, theirs, concurrency))
     print(f"{options.input_len} tokens in, {options.output_len} out, {os.cpu_count()} CPUs:")
-    print(format_table(results), flush=True)
-    return results
+    print(format_table(loads.ours), flush=True)
+    if loads.peers:
+        print(f"the peer, {options.peer}:")
+        print(format_table(loads.peers))
+        print("ours ÷ the peer's:")
+        for ratio_name, ratio in loads.peer_ratios().items():
+            print(f"  {ratio_name:<24} {ratio:.3f}", flush=True)
+    return loads
 
 
 def _workload(options: Options, model: str, concurrency: int) -> Workload:
@@ -142,6 +181,7 @@ def _parse_options(argv: Sequence[str] | None = None) -> Options:
     add("--split-concurrency", type=int, default=8, help="of the split's tax; default: 8")
     add("--split-rounds", type=int, help="of the split's tax; default: 6, with --quick 2")
     add("--base-url", metavar="URL", help="measure this server; no split's tax")
+    add("--peer", metavar="URL", help="an OpenAI-shaped server to compare with")
     given = parser.parse_args(argv)
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: {given.model}: it must be a model directory; see make_model.py")
