@@ -15,6 +15,7 @@ import torch
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampled, Sampler
@@ -62,12 +63,15 @@ class LaunchedStep:
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
+    prompt_scores: PromptScores | None
+    """None if no prompt is scored."""
     failed_swap_in_block_ids: Int32Array
     start_s: float
 
     def is_done(self) -> bool:
         """Whether collecting it would not wait."""
-        return self.readback is None or self.readback.is_done()
+        on_their_way = (self.readback, self.prompt_scores)
+        return all(part is None or part.is_done() for part in on_their_way)
 
 
 class Executor:
@@ -134,7 +138,7 @@ class Executor:
             blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
             src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
             self._pool.copy(src, dst)
-        readback = None
+        readback = prompt_scores = None
         if len(scheduled.rows):
             batch = build_input_batch(
                 self.rows, scheduled, self._last_token_ids, self._limits.block_size
@@ -142,10 +146,16 @@ class Executor:
             hidden = self._model.forward(
                 batch.token_ids, batch.positions, self._pool, batch.metadata
             )
+            if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
+                prompt_scores = score_prompts(
+                    hidden, self.rows, scheduled, self._sampler.table, self._model.logits
+                )
             if len(scheduled.sampling):
                 readback = Readback(self._sample(hidden, batch, scheduled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
-        return LaunchedStep(step.step_id, scheduled, readback, failed_swap_ins, start_s)
+        return LaunchedStep(
+            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s
+        )
 
     def collect(self, launched: LaunchedStep) -> StepOutput:
         """Wait for a launched step and say what it produced; in the order of launching."""
@@ -172,6 +182,7 @@ class Executor:
             failed_rows=rows[has_failed].astype(np.int32),
             failed_swap_in_block_ids=launched.failed_swap_in_block_ids,
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
+            prompt_logprobs=() if launched.prompt_scores is None else launched.prompt_scores.wait(),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=time.monotonic() - launched.start_s,
         )

@@ -35,14 +35,14 @@ class Readback:
     def __init__(self, sampled: Sampled) -> None:
         """Start the copies, behind all work that was given to the device before."""
         self._sampled = sampled
-        self._token_ids = _to_host(sampled.token_ids)
-        self._is_finite = _to_host(sampled.is_finite)
+        self._token_ids = to_host(sampled.token_ids)
+        self._is_finite = to_host(sampled.is_finite)
         logprobs = sampled.logprobs
         self._logprobs = (
             ()
             if logprobs is None
             else tuple(
-                _to_host(part)
+                to_host(part)
                 for part in (logprobs.chosen, logprobs.top_token_ids, logprobs.top_logprobs)
             )
         )
@@ -86,7 +86,8 @@ def _token_logprob(
     return TokenLogprob(place, float(chosen), ids.astype(np.int32), values)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to memory whose content is there when the stream has come so far."""
     if not tensor.is_cuda:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -33,6 +33,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: str | None = None
     """As llguidance takes it; None: any token may follow any other."""
 
@@ -49,7 +50,7 @@ class SamplingTable:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
@@ -65,6 +66,8 @@ class SamplingTable:
         self.has_bias = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
@@ -77,7 +80,7 @@ class SamplingTable:
         """Give `row` its parameters."""
         self.seed[row] = params.seed
         self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k or self._vocab_size
+        self.top_k[row] = params.top_k or self.vocab_size
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
@@ -88,6 +91,8 @@ class SamplingTable:
         self.has_bias[row] = bool(params.logit_bias)
         self.wants_logprobs[row] = params.logprobs is not None
         self.num_top_logprobs[row] = params.logprobs or 0
+        self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
+        self.num_top_prompt_logprobs[row] = params.prompt_logprobs or 0
         self.has_grammar[row] = params.grammar is not None
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
         self.end_token_ids[row] = NO_TOKEN

@@ -120,6 +120,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of a part of a row's prompt."""
+
+    row: int
+    position: int
+    """Of the first token told of, in the prompt."""
+    logprobs: tuple[TokenLogprob, ...]
+    """Of this token and those after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
     """What one step produced."""
 
@@ -146,3 +157,4 @@ class StepOutput:
     """Host blocks whose load has ended well."""
     failed_host_block_ids: Int32Array = field(default_factory=_no_ints)
     """Host blocks whose load has failed; they hold nothing."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -5,7 +5,15 @@ import math
 import numpy as np
 
 from gpu_worker.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from gpu_worker.step import Int32Array, Limits, NewRow, StepInput, StepOutput, TokenLogprob
+from gpu_worker.step import (
+    Int32Array,
+    Limits,
+    NewRow,
+    PromptLogprobs,
+    StepInput,
+    StepOutput,
+    TokenLogprob,
+)
 from gpu_worker.worker_info import WorkerInfo, WorkerState
 from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
@@ -83,6 +91,7 @@ def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResul
         loaded_host_block_ids=pack_int32(output.loaded_host_block_ids),
         failed_host_block_ids=pack_int32(output.failed_host_block_ids),
         logprobs=[_logprob_to_proto(logprob) for logprob in output.logprobs],
+        prompt_logprobs=map(_prompt_logprobs_to_proto, output.prompt_logprobs),
         execute_s=output.execute_s,
     )
 
@@ -153,6 +162,7 @@ def sampling_params_from_proto(
         stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=params.structured.grammar if params.HasField("structured") else None,
     )
     if parsed.grammar == "":
@@ -166,6 +176,7 @@ def sampling_params_from_proto(
     _require_number(f"{field}.frequency_penalty", parsed.frequency_penalty, -2, 2)
     _require_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
     _require_number(f"{field}.logprobs", parsed.logprobs or 0, 0, _MAX_LOGPROBS)
+    _require_number(f"{field}.prompt_logprobs", parsed.prompt_logprobs or 0, 0, _MAX_LOGPROBS)
     _require_count(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
     _require_count(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
     for token_id, bias in parsed.logit_bias:
@@ -211,13 +222,22 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
 
 
 def _logprob_to_proto(logprob: TokenLogprob) -> worker_pb2.SampledLogprob:
-    return worker_pb2.SampledLogprob(
-        index=logprob.index,
-        logprob=common_pb2.TokenLogprob(
-            logprob=logprob.logprob,
-            top_token_ids=logprob.top_token_ids.tolist(),
-            top_logprobs=logprob.top_logprobs.tolist(),
-        ),
+    return worker_pb2.SampledLogprob(index=logprob.index, logprob=_token_logprob_to_proto(logprob))
+
+
+def _prompt_logprobs_to_proto(scores: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        row=scores.row,
+        position=scores.position,
+        logprobs=map(_token_logprob_to_proto, scores.logprobs),
+    )
+
+
+def _token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(
+        logprob=logprob.logprob,
+        top_token_ids=logprob.top_token_ids.tolist(),
+        top_logprobs=logprob.top_logprobs.tolist(),
     )
 
 

@@ -50,6 +50,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -114,7 +115,15 @@ class Usage:
     cached_tokens: int
 
 
-Event: TypeAlias = OutputDelta | OutputFinished | Usage
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model makes of the prompt; the first event, if `prompt_logprobs` is set."""
+
+    logprobs: tuple[TokenLogprob, ...]
+    """Of each token of the prompt but the first."""
+
+
+Event: TypeAlias = OutputDelta | OutputFinished | Usage | PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,7 @@ class Completion:
     request_id: str
     outputs: tuple[Output, ...]
     usage: Usage
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from quire.types import (
     OutputDelta,
     OutputError,
     OutputFinished,
+    PromptScores,
     SamplingParams,
     StructuredOutput,
     TokenLogprob,
@@ -61,6 +62,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         structured=(
             None if sampling.structured is None else structured_to_proto(sampling.structured)
         ),
@@ -133,8 +135,15 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> Event:
             return finished_from_proto(response.finished)
         case "usage":
             return usage_from_proto(response.usage)
+        case "prompt":
+            return prompt_scores_from_proto(response.prompt)
         case kind:
-            raise ValueError(f"event is {kind}; this client knows delta, finished and usage")
+            raise ValueError(f"event is {kind}; this client knows prompt, delta, finished, usage")
+
+
+def prompt_scores_from_proto(scores: inference_pb2.PromptScores) -> PromptScores:
+    """Take what the model makes of the prompt."""
+    return PromptScores(tuple(map(logprob_from_proto, scores.logprobs)))
 
 
 def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Completion:
@@ -148,7 +157,8 @@ def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Compl
         )
         for output in response.outputs
     )
-    return Completion(response.request_id, outputs, usage_from_proto(response.usage))
+    prompt = prompt_scores_from_proto(response.prompt) if response.HasField("prompt") else None
+    return Completion(response.request_id, outputs, usage_from_proto(response.usage), prompt)
 
 
 def finished_from_proto(finished: inference_pb2.OutputFinished) -> OutputFinished:

@@ -60,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,15 @@ class Usage:
     cached_tokens: int
 
 
-Event: TypeAlias = OutputDelta | OutputFinished | Usage
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model makes of the prompt; the first event, if it was asked for."""
+
+    logprobs: tuple[TokenLogprob, ...]
+    """Of each token of the prompt but the first."""
+
+
+Event: TypeAlias = OutputDelta | OutputFinished | Usage | PromptScores
 
 
 @dataclass(frozen=True, slots=True)

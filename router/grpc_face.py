@@ -6,7 +6,14 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from quire.v1 import inference_pb2, inference_pb2_grpc
-from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
+from router.domain import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    Usage,
+)
 from router.inference import Inference
 from router.precedence import with_precedence
 from router.scheduler_wire import error_from_code
@@ -17,6 +24,7 @@ from router.wire import (
     load_to_proto,
     logprob_to_proto,
     model_to_proto,
+    prompt_scores_to_proto,
     usage_to_proto,
 )
 from rpc.errors import (
@@ -84,6 +92,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         output = response.outputs[event.output_index]
                         output.finished.CopyFrom(finished_to_proto(event))
                         output.text = "".join(texts[event.output_index])
+                    case PromptScores():
+                        response.prompt.CopyFrom(prompt_scores_to_proto(event))
                     case Usage():
                         response.usage.CopyFrom(usage_to_proto(event))
         return response

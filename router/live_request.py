@@ -14,6 +14,7 @@ from router.domain import (
     FinishReason,
     OutputError,
     OutputFinished,
+    PromptScores,
     SamplingParams,
     TokenLogprob,
     Usage,
@@ -86,6 +87,10 @@ class LiveRequest:
         self._cancel = cancel
         self._on_closed = on_closed
         self._news = asyncio.Event()
+        self._prompt_logprobs: list[TokenLogprob] | None = None
+        """Those that have come; None: none are wanted, or the reader has taken them."""
+        if record.sampling.prompt_logprobs is not None:
+            self._prompt_logprobs = []
         self._outputs_with_news: dict[int, None] = {}  # an ordered set: each output has its turn
         self._num_outputs_read = 0  # outputs whose end the reader has taken
         self._accepted = False  # the reader has taken an event: too late to refuse
@@ -137,6 +142,11 @@ class LiveRequest:
         output.push(token_id, logprob)
         self._tell(output)
         return output.finished is not None
+
+    def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Adds the scores of the prompt's tokens from `position` on; some may be known already."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
     def admit(self, seq_key: int, num_cached_tokens: int) -> None:
         """Notes how much of the prompt was in the prefix cache when output 0 was first admitted."""
@@ -203,6 +213,11 @@ class LiveRequest:
         raise StopAsyncIteration
 
     def _next_event(self) -> Event | None:
+        if self._prompt_logprobs is not None and self._outputs_with_news:
+            scores, self._prompt_logprobs = PromptScores(tuple(self._prompt_logprobs)), None
+            # They come before, or with, the first token: else this is an end without one.
+            if len(scores.logprobs) == len(self.record.prompt_token_ids) - 1:
+                return scores
         while self._outputs_with_news:
             index = next(iter(self._outputs_with_news))
             event = self.outputs[index].take()

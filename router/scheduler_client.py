@@ -261,6 +261,9 @@ class SchedulerClient:
         table = self._seq_key_to_live
         stopped: list[int] = []
         num_tokens = 0
+        for part in news.prompt_scores:
+            if (live := table.get(part.seq_key)) is not None:
+                live.score_prompt(part.position, part.logprobs)
         for i, (seq_key, token_id) in enumerate(zip(news.seq_keys, news.token_ids, strict=True)):
             live = table.get(seq_key)
             if live is None:

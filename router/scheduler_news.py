@@ -51,6 +51,16 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Log-probabilities of a part of a sequence's prompt."""
+
+    seq_key: int
+    position: int
+    """Of the first token told of, in the prompt."""
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """A sequence ended; its last tokens are in the same news."""
 
@@ -69,6 +79,7 @@ class StepNews:
     """Parallel to `seq_keys`."""
     logprobs: Mapping[int, TokenLogprob]
     """By place in `token_ids`."""
+    prompt_scores: tuple[PromptPart, ...]
     admissions: tuple[Admission, ...]
     endings: tuple[Ending, ...]
 

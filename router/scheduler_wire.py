@@ -11,6 +11,7 @@ from router.scheduler_news import (
     Admission,
     Ending,
     News,
+    PromptPart,
     Refusal,
     SchedulerModel,
     StepNews,
@@ -114,6 +115,10 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         seq_keys=seq_keys,
         token_ids=token_ids,
         logprobs={entry.index: logprob_from_proto(entry.logprob) for entry in message.logprobs},
+        prompt_scores=tuple(
+            PromptPart(part.seq_key, part.position, tuple(map(logprob_from_proto, part.logprobs)))
+            for part in message.prompt_logprobs
+        ),
         admissions=tuple(
             Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),

@@ -74,6 +74,8 @@ def check_sampling(sampling: SamplingParams, model: ModelInfo) -> None:
     )
     if sampling.logprobs is not None:
         _check_range("sampling.logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if sampling.prompt_logprobs is not None:
+        _check_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
     if sampling.structured is not None:
         _check_structured(sampling, model)
     _check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -11,6 +11,7 @@ from router.domain import (
     ModelInfo,
     OutputDelta,
     OutputFinished,
+    PromptScores,
     SamplingParams,
     StructuredForm,
     StructuredOutput,
@@ -76,6 +77,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if given("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if given("prompt_logprobs") else None,
         structured=_structured_from_proto(message.structured) if given("structured") else None,
     )
 
@@ -126,6 +128,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         structured=(
             None if sampling.structured is None else _structured_to_proto(sampling.structured)
         ),
@@ -154,6 +157,15 @@ def event_to_proto(request_id: str, event: Event) -> inference_pb2.GenerateRespo
             return inference_pb2.GenerateResponse(
                 request_id=request_id, usage=usage_to_proto(event)
             )
+        case PromptScores():
+            return inference_pb2.GenerateResponse(
+                request_id=request_id, prompt=prompt_scores_to_proto(event)
+            )
+
+
+def prompt_scores_to_proto(scores: PromptScores) -> inference_pb2.PromptScores:
+    """Writes what the model makes of the prompt."""
+    return inference_pb2.PromptScores(logprobs=map(logprob_to_proto, scores.logprobs))
 
 
 def finished_to_proto(finished: OutputFinished) -> inference_pb2.OutputFinished:

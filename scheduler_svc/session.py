@@ -23,7 +23,7 @@ from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.telemetry import QueueSpans
-from scheduler_svc.wire.router import finished_to_proto, news_to_proto
+from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
 
@@ -157,6 +157,10 @@ class Session:
     def _apply_result(self, timed: TimedResult) -> None:
         result = timed.result
         started = time.perf_counter()
+        if result.prompt_logprobs:  # now: what the update ends has no row any more
+            self._streams.deliver(
+                prompt_logprobs_to_proto(timed.step_id, result.prompt_logprobs, self._core.owner)
+            )
         news = self._core.update(result.outcome)
         self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
         self._metrics.update.observe(time.perf_counter() - started)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,7 +11,15 @@ from gpu_worker import metrics
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampling_params import SamplingTable
 from gpu_worker.sequence_spans import SequenceSpans
-from gpu_worker.step import BoolArray, Int64Array, Limits, StepInput, StepOutput, TokenLogprob
+from gpu_worker.step import (
+    BoolArray,
+    Int64Array,
+    Limits,
+    PromptLogprobs,
+    StepInput,
+    StepOutput,
+    TokenLogprob,
+)
 from rpc.errors import UnavailableError
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.draw import TokenSource
@@ -123,6 +132,7 @@ class SimulatedSteps:
             stopped_rows=sampled_rows[stops],
             failed_rows=np.empty(0, np.int32),
             logprobs=self._logprobs(rows, token_ids),
+            prompt_logprobs=tuple(self._prompt_logprobs(scheduled)),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,
         )
@@ -133,21 +143,36 @@ class SimulatedSteps:
         ids = ((token_id + i) % self._limits.vocab_size for i in range(1, self._limits.vocab_size))
         return int(next((id_ for id_ in ids if id_ not in ends), token_id))
 
+    def _prompt_logprobs(self, scheduled: ScheduledRows) -> Iterator[PromptLogprobs]:
+        """Likewise for the tokens of prompts."""
+        for i in np.flatnonzero(self._sampling.wants_prompt_logprobs[scheduled.rows]).tolist():
+            row, start = int(scheduled.rows[i]), int(scheduled.starts[i])
+            end = min(start + int(scheduled.lens[i]), int(self._rows.num_prompt[row]) - 1)
+            if end > start:
+                token_ids = self._rows.token_ids[row, start + 1 : end + 1].astype(np.int64)
+                num_top = int(self._sampling.num_top_prompt_logprobs[row])
+                scores = tuple(
+                    self._uniform(index, token_id, num_top)
+                    for index, token_id in enumerate(token_ids.tolist())
+                )
+                yield PromptLogprobs(row, start + 1, scores)
+
     def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
         """Tell the rows that ask for it that every token is as likely, the chosen one first."""
         wanting: BoolArray = self._sampling.wants_logprobs[rows]
-        logprob = -math.log(self._limits.vocab_size)
         return tuple(
-            TokenLogprob(
-                index=index,
-                logprob=logprob,
-                top_token_ids=(
-                    (token_ids[index] + np.arange(self._sampling.num_top_logprobs[rows[index]]))
-                    % self._limits.vocab_size
-                ).astype(np.int32),
-                top_logprobs=np.full(
-                    self._sampling.num_top_logprobs[rows[index]], logprob, np.float32
-                ),
+            self._uniform(
+                index, int(token_ids[index]), int(self._sampling.num_top_logprobs[rows[index]])
             )
             for index in np.flatnonzero(wanting).tolist()
+        )
+
+    def _uniform(self, index: int, token_id: int, num_top: int) -> TokenLogprob:
+        logprob = -math.log(self._limits.vocab_size)
+        top_ids = (token_id + np.arange(num_top)) % self._limits.vocab_size
+        return TokenLogprob(
+            index=index,
+            logprob=logprob,
+            top_token_ids=top_ids.astype(np.int32),
+            top_logprobs=np.full(num_top, logprob, np.float32),
         )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"\xaa\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.quire.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x05\x88\x01\x01\x12.\n\nstructured\x18\x0f \x01(\x0b\x32\x1a.quire.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x90\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.quire.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"?\n\x0bOutputError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"t\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11structured_output\x18\x05 \x01(\x08\"\xb6\x03\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0bnum_workers\x18\x08 \x01(\r\x12\x1c\n\x14num_requests_swapped\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x1c\n\x14num_free_host_blocks\x18\x0b \x01(\r\x12\x1e\n\x16num_cached_host_blocks\x18\x0c \x01(\r\x12\x1e\n\x16num_swapped_out_blocks\x18\r \x01(\x04\x12\x1d\n\x15num_swapped_in_blocks\x18\x0e \x01(\x04\x12\x1a\n\x12num_demoted_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13num_promoted_blocks\x18\x10 \x01(\x04*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"\xdc\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.quire.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0b \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x05\x88\x01\x01\x12.\n\nstructured\x18\x0f \x01(\x0b\x32\x1a.quire.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x05H\x06\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x90\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.quire.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"?\n\x0bOutputError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"t\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11structured_output\x18\x05 \x01(\x08\"\xb6\x03\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0bnum_workers\x18\x08 \x01(\r\x12\x1c\n\x14num_requests_swapped\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x1c\n\x14num_free_host_blocks\x18\x0b \x01(\r\x12\x1e\n\x16num_cached_host_blocks\x18\x0c \x01(\r\x12\x1e\n\x16num_swapped_out_blocks\x18\r \x01(\x04\x12\x1d\n\x15num_swapped_in_blocks\x18\x0e \x01(\x04\x12\x1a\n\x12num_demoted_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13num_promoted_blocks\x18\x10 \x01(\x04*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1467
-  _globals['_FINISHREASON']._serialized_end=1644
+  _globals['_FINISHREASON']._serialized_start=1517
+  _globals['_FINISHREASON']._serialized_end=1694
   _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=590
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=456
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=504
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=593
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=737
-  _globals['_CHOICE']._serialized_start=739
-  _globals['_CHOICE']._serialized_end=762
-  _globals['_TOKENLOGPROB']._serialized_start=764
-  _globals['_TOKENLOGPROB']._serialized_end=840
-  _globals['_OUTPUTERROR']._serialized_start=842
-  _globals['_OUTPUTERROR']._serialized_end=905
-  _globals['_MODELINFO']._serialized_start=907
-  _globals['_MODELINFO']._serialized_end=1023
-  _globals['_LOAD']._serialized_start=1026
-  _globals['_LOAD']._serialized_end=1464
+  _globals['_SAMPLINGPARAMS']._serialized_end=640
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=486
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=534
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=643
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=787
+  _globals['_CHOICE']._serialized_start=789
+  _globals['_CHOICE']._serialized_end=812
+  _globals['_TOKENLOGPROB']._serialized_start=814
+  _globals['_TOKENLOGPROB']._serialized_end=890
+  _globals['_OUTPUTERROR']._serialized_start=892
+  _globals['_OUTPUTERROR']._serialized_end=955
+  _globals['_MODELINFO']._serialized_start=957
+  _globals['_MODELINFO']._serialized_end=1073
+  _globals['_LOAD']._serialized_start=1076
+  _globals['_LOAD']._serialized_end=1514
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import structlog
 from aiohttp import ClientConnectionResetError, web
 
-from router.domain import Event, GenerateRequest, OutputDelta, OutputFinished, Usage
+from router.domain import (
+    Event,
+    GenerateRequest,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    Usage,
+)
 from router.inference import Inference
 from router.live_request import LiveRequest
 from router.openai.errors import (
@@ -38,6 +45,8 @@ class Call:
     shape: Shape
     stream: bool
     include_usage: bool
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    """The tokens of each request's prompt, once they are known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
     """What the client's JSON calls the fields of a request, where it is not the domain's name."""
 
@@ -50,6 +59,7 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
                 await stack.enter_async_context(await inference.generate(request))
                 for request in call.requests
             ]
+            call.prompts.extend(live.prompt_token_ids for live in lives)
             events = await stack.enter_async_context(aclosing(merge(lives)))
             if call.stream:
                 return await _stream(http, call, lives[0], events)
@@ -71,6 +81,9 @@ async def _collect(
                 if error := error_from_finished(event):
                     raise error
                 outputs[i * call.n + event.output_index].finished = event
+            case PromptScores():
+                for index in range(i * call.n, (i + 1) * call.n):
+                    call.shape.score(index, event)
             case Usage():
                 usages.append(event)
     choices = []
@@ -122,6 +135,10 @@ async def _send_events(
     async def send(i: int, event: Event) -> None:
         if isinstance(event, Usage):
             usages.append(event)
+            return
+        if isinstance(event, PromptScores):
+            for index in range(i * call.n, (i + 1) * call.n):
+                call.shape.score(index, event)
             return
         index = i * call.n + event.output_index
         if isinstance(event, OutputDelta):

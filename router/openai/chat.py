@@ -82,6 +82,7 @@ class ChatBody(Body):
             "chat_template": (),
             "documents": ([],),
             "echo": (False,),
+            "prompt_logprobs": (),
         }
     )
 

@@ -1,5 +1,7 @@
 """POST /v1/completions: the body, and the call that it asks for."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated
@@ -9,7 +11,7 @@ from pydantic import PlainValidator
 from router.inference import Inference
 from router.openai.answer import Call
 from router.openai.json_text import excerpt
-from router.openai.responses import CompletionShape
+from router.openai.responses import CompletionShape, Echo
 from router.openai.schema import UNIMPLEMENTED, Body, Prompt
 from rpc.errors import InvalidArgumentError, UnimplementedError
 
@@ -54,7 +56,6 @@ class CompletionBody(Body):
     unimplemented = MappingProxyType(
         {
             **UNIMPLEMENTED,
-            "echo": (False,),
             "suffix": (),
         }
     )
@@ -64,6 +65,8 @@ class CompletionBody(Body):
     logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
+    echo: bool = False
+    prompt_logprobs: int | None = None
 
     def check(self) -> None:
         """Check what concerns several fields; raises InvalidArgumentError, UnimplementedError."""
@@ -77,7 +80,22 @@ class CompletionBody(Body):
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
     """The call that a body asks for; raises QuireError."""
     body.check()
-    sampling = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
+    prompt_logprobs = body.prompt_logprobs
+    if prompt_logprobs is None and body.echo:
+        prompt_logprobs = body.logprobs
+    sampling = replace(
+        body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs),
+        prompt_logprobs=prompt_logprobs,
+    )
+    prompts: list[Sequence[int]] = []
+
+    def prompt(index: int) -> Echo:
+        given, token_ids = body.prompt[index // body.n], prompts[index // body.n]
+        if isinstance(given, str):
+            return Echo(given, token_ids)
+        pieces = (inference.token_bytes(body.model, token_id) for token_id in token_ids)
+        return Echo(b"".join(pieces).decode(errors="replace"), token_ids)
+
     is_one = len(body.prompt) == 1
     requests = [
         body.to_request(
@@ -93,8 +111,13 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         requests=requests,
         n=body.n,
         shape=CompletionShape(
-            partial(inference.token_text, body.model), has_logprobs=body.logprobs is not None
+            partial(inference.token_text, body.model),
+            has_logprobs=body.logprobs is not None,
+            prompt=prompt,
+            echo=body.echo,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
         ),
+        prompts=prompts,
         stream=body.stream,
         include_usage=body.include_usage,
     )

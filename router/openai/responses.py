@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from router.domain import ModelInfo, OutputDelta, OutputFinished, TokenLogprob, Usage
+from router.domain import (
+    ModelInfo,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    TokenLogprob,
+    Usage,
+)
 
 Json: TypeAlias = dict[str, object]
 
@@ -22,6 +29,14 @@ TokenBytes: TypeAlias = Callable[[int], bytes]
 
 LOWEST_LOGPROB = -9999.0
 """Stands for the logarithm of zero, which JSON cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt, to be shown before its output."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -42,6 +57,9 @@ class CollectedOutput:
 
 class Shape(Protocol):
     """How one kind of call shows its choices."""
+
+    def score(self, index: int, scores: PromptScores) -> None:
+        """Take what the model makes of a choice's prompt, before the choice's first delta."""
 
     id_prefix: str
     object_name: str
@@ -68,17 +86,34 @@ class CompletionShape:
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(self, token_text: TokenText, *, has_logprobs: bool) -> None:
+    def __init__(
+        self,
+        token_text: TokenText,
+        *,
+        has_logprobs: bool,
+        prompt: Callable[[int], Echo],
+        echo: bool = False,
+        has_prompt_logprobs: bool = False,
+    ) -> None:
+        """`prompt` tells the prompt of a choice that has begun."""
         self._token_text = token_text
         self._has_logprobs = has_logprobs
+        self._prompt = prompt
+        self._echo = echo
+        self._has_prompt_logprobs = has_prompt_logprobs
         self._index_to_offset: defaultdict[int, int] = defaultdict(int)
+        self._scores: dict[int, PromptScores] = {}
+        self._started: set[int] = set()
+
+    def score(self, index: int, scores: PromptScores) -> None:
+        """Take what the model makes of a choice's prompt."""
+        self._scores[index] = scores
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
-        """The choice of a stream's chunk: new text."""
+        """The choice of a stream's chunk: new text, the first time with the prompt."""
         return {
             "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs(index, delta.token_ids, delta.logprobs),
+            **self._shown(index, delta.text, delta.token_ids, delta.logprobs),
             "finish_reason": None,
         }
 
@@ -90,13 +125,46 @@ class CompletionShape:
         """The choice of an answer in one piece."""
         return {
             "index": index,
-            "text": "".join(output.texts),
-            "logprobs": self._logprobs(index, output.token_ids, output.logprobs),
+            **self._shown(index, "".join(output.texts), output.token_ids, output.logprobs),
             **_end(finished),
         }
 
+    def _shown(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> Json:
+        """Text and log-probabilities, the first time with the prompt if it is asked for."""
+        if index in self._started:
+            return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs)}
+        self._started.add(index)
+        scores = self._scores.get(index)
+        shown: Json = {}
+        if self._has_prompt_logprobs and scores is not None:
+            scored = self._prompt(index).token_ids[1:]
+            shown["prompt_logprobs"] = [None, *map(self._prompt_logprob, scored, scores.logprobs)]
+        if self._echo:
+            prompt = self._prompt(index)
+            text = prompt.text + text
+            token_ids = [*prompt.token_ids, *token_ids]
+            logprobs = [None, *(() if scores is None else scores.logprobs), *logprobs]
+        return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs), **shown}
+
+    def _prompt_logprob(self, token_id: int, entry: TokenLogprob) -> Json:
+        """As vLLM shows it: the likeliest and the prompt's own, by token id."""
+        scores = {token_id: entry.logprob} | dict(entry.top)
+        return {
+            str(shown_id): {
+                "logprob": _finite(logprob),
+                "decoded_token": self._token_text(shown_id),
+            }
+            for shown_id, logprob in scores.items()
+        }
+
     def _logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
     ) -> Json | None:
         if not self._has_logprobs:
             return None
@@ -107,9 +175,12 @@ class CompletionShape:
             self._index_to_offset[index] += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "token_logprobs": [
+                None if entry is None else _finite(entry.logprob) for entry in logprobs
+            ],
             "top_logprobs": [
-                self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)
+                None if entry is None else self._top(token, entry)
+                for token, entry in zip(tokens, logprobs, strict=True)
             ],
             "text_offset": offsets,
         }
@@ -137,6 +208,9 @@ class ChatShape:
         self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
         self._introduced: set[int] = set()
+
+    def score(self, index: int, scores: PromptScores) -> None:
+        """Nothing: OpenAI's chats show nothing of it, and no body asks for it."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
         """The choice of a stream's chunk: new text, the first time with the role."""

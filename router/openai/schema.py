@@ -134,7 +134,6 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "length_penalty": (1, 1.0),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
-        "prompt_logprobs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "allowed_token_ids": (),

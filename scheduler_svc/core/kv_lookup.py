@@ -44,7 +44,7 @@ class KvLookup:
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
         ready: list[DeviceBlockId] = []
         hashes: list[BlockHash] = []
-        if self._is_enabled:
+        if self._is_enabled and (is_swapped or seq.request.reads_prefix_cache):
             root = root_hash(seq.request.cache_salt)
             extend_chain(seq.block_hashes, root, seq.token_ids, self._block_size)
             hashes = seq.block_hashes[: num_known // self._block_size]
@@ -57,7 +57,7 @@ class KvLookup:
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of a prompt the prefix cache has, of all but the last."""
-        if not self._is_enabled:
+        if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
         root = root_hash(request.cache_salt)

@@ -62,5 +62,7 @@ class Request:
     """Whom the request is for."""
     deadline: float | None = None
     """When nobody wants it any more, in the caller's seconds; None: never."""
+    reads_prefix_cache: bool = True
+    """Whether it may use KV that others computed; else its whole prompt is computed."""
     outputs: tuple[OutputSoFar, ...] = ()
     """Empty, or one per sequence when the request was live before."""

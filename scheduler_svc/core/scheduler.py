@@ -32,7 +32,7 @@ from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
 from scheduler_svc.core.rates import Rates
-from scheduler_svc.core.request import FinishReason, Request, SourceId
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
@@ -199,6 +199,11 @@ class Scheduler:
         finished += [self._finish(seq, FinishReason.LENGTH) for seq in ended]
         admitted, self._admitted = tuple(self._admitted), []
         return News(sources, seq_keys, token_ids, index, admitted, tuple(finished))
+
+    def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
+        """Return whose row it is; None: its sequence is gone."""
+        seq = self._rows.owner(row)
+        return None if seq is None else (seq.request.source, seq.seq_key)
 
     def load(self) -> SchedulerLoad:
         """Return a snapshot."""

@@ -4,7 +4,7 @@ A step costs work per array, not per sequence; only log-probabilities, admission
 looked at one by one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 
 import numpy as np
@@ -86,6 +86,7 @@ def request_from_proto(
         priority=message.priority,
         tenant=message.tenant,
         deadline=None if deadline_s is None else now + deadline_s,
+        reads_prefix_cache=not message.sampling.HasField("prompt_logprobs"),
         outputs=tuple(
             OutputSoFar(
                 token_ids=_token_ids_from_proto(
@@ -155,6 +156,22 @@ def news_to_proto(
     return outputs
 
 
+def prompt_logprobs_to_proto(
+    step_id: int,
+    prompt_logprobs: Sequence[worker_pb2.PromptLogprobs],
+    owner: Callable[[int], tuple[SourceId, SeqKey] | None],
+) -> dict[SourceId, scheduler_pb2.StepOutput]:
+    """Make the messages that tell of prompts; `owner` says whose a row is."""
+    outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
+    for scores in prompt_logprobs:
+        if (found := owner(scores.row)) is not None:
+            source, seq_key = found
+            _output_of(outputs, source, step_id).prompt_logprobs.add(
+                seq_key=seq_key, position=scores.position, logprobs=scores.logprobs
+            )
+    return outputs
+
+
 def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_pb2.StepOutput]:
     """Make messages that tell of ends which no step brought about, such as cancellations."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
@@ -176,6 +193,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
     for output in outputs:
         merged.admitted.extend(output.admitted)
         merged.finished.extend(output.finished)
+        merged.prompt_logprobs.extend(output.prompt_logprobs)
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4

@@ -24,6 +24,7 @@ class WorkerResult:
 
     outcome: StepOutcome
     logprobs: Sequence[worker_pb2.SampledLogprob]
+    prompt_logprobs: Sequence[worker_pb2.PromptLogprobs]
     execute_s: float
     """Time the worker spent on the step."""
 
@@ -158,6 +159,7 @@ def result_from_proto(
             ),
         ),
         logprobs=message.logprobs,
+        prompt_logprobs=message.prompt_logprobs,
         execute_s=message.execute_s,
     )
 

@@ -247,8 +247,8 @@ HTTP_CASES: dict[str, tuple[dict[str, Any], Expected]] = {
         _invalid("body", "not valid JSON", "hex escape", "column"),
     ),
     "not implemented": (
-        {"prompt_logprobs": 3},
-        Expected(StatusCode.UNIMPLEMENTED, 400, None, ("prompt_logprobs", "3", "not supported")),
+        {"suffix": "end"},
+        Expected(StatusCode.UNIMPLEMENTED, 400, None, ("suffix", "end", "not supported")),
     ),
 }
 

@@ -66,6 +66,7 @@ class FakeLiveRequest:
         self.request_id = request.request_id
         self.model = request.model or MODEL.id
         self.created = 1_700_000_000
+        self.prompt_token_ids = (1, 2, 3)
         self.num_taken = 0
         self.closed = asyncio.Event()
         self._events = events

@@ -209,12 +209,12 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"prompt": ["a", 1]}, "prompt[1]", "prompt[1] is 1; it must be a text"),
         ({"prompt": [None]}, "prompt[0]", "prompt[0] is null"),
         ({"prompt": ["a"] * 1025}, "prompt", "holds 1025 prompts; one call takes at most 1024"),
-        ({"echo": True}, None, "echo is true; it is not supported"),
-        ({"echo": 0}, None, "echo is 0; it is not supported"),
+        ({"suffix": "x"}, None, 'suffix is "x"; it is not supported'),
+        ({"echo": 0}, "echo", "echo is 0; it must be a valid boolean"),
         ({"suffix": "b"}, None, 'suffix is "b"; it is not supported'),
         ({"best_of": 3, "n": 2}, None, "best_of is 3; only one equal to n, which is 2"),
         ({"store": True}, None, "store is true; it is not supported"),
-        ({"prompt_logprobs": 1}, None, "prompt_logprobs is 1; it is not supported"),
+        ({"prompt_logprobs": "1"}, "prompt_logprobs", "valid integer"),
     ],
 )
 async def test_bad_completion_is_refused_by_name(http, inference, fields, param, message):
@@ -407,3 +407,28 @@ async def test_the_callers_trace_context_reaches_the_service(http, inference):
     async with http.post(COMPLETIONS, json={"prompt": "x"}) as response:
         assert response.status == 200
     assert inference.traceparents == [traceparent, ""]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"logprobs": 2}, None),
+        ({"prompt_logprobs": 0}, 0),
+    ],
+)
+async def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(
+    http, inference, fields, expected
+):
+    async with http.post(COMPLETIONS, json={"prompt": "x", **fields}):
+        pass
+    (request,) = inference.requests
+    assert request.sampling.prompt_logprobs == expected
+
+
+async def test_an_echo_shows_the_prompt_as_it_was_sent(http):
+    async with http.post(COMPLETIONS, json={"prompt": "x", "echo": True}) as response:
+        (choice,) = (await response.json())["choices"]
+    assert choice["text"] == "xHi!"
