@@ -59,8 +59,12 @@ def paged_attention(
     layer: int,
     metadata: AttentionMetadata,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store this step's K and V in `pool`, then attend causally to all of each sequence.
+    """Store this step's K and V in `pool`, then attend causally to each sequence.
 
     Args:
         query: `[T, H, D]`, rotated.
@@ -70,6 +74,9 @@ def paged_attention(
         layer: which layer of the pool.
         metadata: the batch.
         scale: multiplies the scores, usually `D ** -0.5`.
+        window: how many tokens a token sees, itself included; None for all before it.
+        softcap: scores s become `softcap * tanh(s / softcap)`, after `scale`.
+        sinks: float32[H], one more score per head that joins the softmax's denominator only.
 
     Returns:
         `[T, H * D]` in `query`'s dtype.
@@ -87,6 +94,9 @@ def paged_attention(
                 metadata.block_tables[:num_decodes],
                 metadata.seq_lens[:num_decodes],
                 scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
             )
         )
     if prefill is not None:
@@ -100,6 +110,9 @@ def paged_attention(
                 prefill.query_start_loc,
                 prefill.max_query_len,
                 scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
             )
         )
     out = parts[0] if len(parts) == 1 else torch.cat(parts)

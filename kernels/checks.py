@@ -61,3 +61,22 @@ def check_paged(
     num_seqs, max_blocks = block_tables.shape
     check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
     check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)
+
+
+def check_options(
+    query: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Require attention's options to be positive, and `sinks` fp32, one for each head of `query`.
+
+    Raises:
+        ValueError: naming the option, its value and what is required.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, required is at least 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, required is above 0")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (query.shape[1],), torch.float32, query)

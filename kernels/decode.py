@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_paged
+from kernels.checks import check_options, check_paged
 from kernels.tile import LOG2_E, attend_tile, tile_positions
 
 _MIN_SPLIT: Final = 256  # tokens: enough splits for an idle device, few enough to reduce
@@ -26,6 +26,12 @@ def _split_size(seq_len, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _num_visible(seq_len, window):
+    """Return how many of a sequence's last tokens its newest one sees."""
+    return seq_len if window is None else tl.minimum(seq_len, window)
+
+
+@triton.jit
 def _attend_splits_kernel(
     query,  # [S, H, D]
     key_cache,  # [B, P, HKV, D]
@@ -35,6 +41,8 @@ def _attend_splits_kernel(
     partial_out,  # fp32 [S, H, N, D], contiguous
     partial_lse,  # fp32 [S, H, N], contiguous, base 2
     scale_log2,
+    softcap_log2,  # or None
+    window,  # or None
     query_stride_s,
     query_stride_h,
     key_stride_b,
@@ -54,18 +62,19 @@ def _attend_splits_kernel(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """`out = softmax(scale * q K^T) V` and its log-sum-exp over one split of the positions.
+    """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over one split of the positions.
 
     One program per sequence, kv head and split; its G query heads are the rows of one product.
-    Splits past the end of the sequence write nothing.
+    Splits begin where the window does; those past the end of the sequence write nothing.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens + seq)
-    split_size = _split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
-    start = split * split_size
+    num_visible = _num_visible(seq_len, window)
+    split_size = _split_size(num_visible, MIN_SPLIT, MAX_SPLITS)
+    start = seq_len - num_visible + split * split_size
     if start >= seq_len:
         return
     end = tl.minimum(start + split_size, seq_len)
@@ -94,6 +103,7 @@ def _attend_splits_kernel(
             (position < end)[None, :],
             end,
             scale_log2,
+            softcap_log2,
             key_stride_b,
             key_stride_p,
             value_stride_b,
@@ -115,17 +125,20 @@ def _reduce_splits_kernel(
     partial_out,  # fp32 [S, H, N, D], contiguous
     partial_lse,  # fp32 [S, H, N], contiguous, base 2
     seq_lens,  # int32[S]
+    sinks,  # fp32 [H], or None
     out,  # [S, H, D], contiguous
     N,
+    window,  # or None
     H: tl.constexpr,
     D: tl.constexpr,
     DIMS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """`out = sum_n 2^(lse_n - max lse) out_n / sum_n 2^(lse_n - max lse)`, zero without splits.
+    """`out = sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, zero without splits.
 
-    One program per sequence and head.
+    One program per sequence and head. Exponents are taken less the largest of them; without sinks
+    there is no such term.
     """
     seq = tl.program_id(0).to(tl.int64)
     row = seq * H + tl.program_id(1)
@@ -135,15 +148,23 @@ def _reduce_splits_kernel(
         tl.store(out + row * D + dim, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < D)
         return
     split = tl.arange(0, MAX_SPLITS)
-    written = split < tl.cdiv(seq_len, _split_size(seq_len, MIN_SPLIT, MAX_SPLITS))
+    num_visible = _num_visible(seq_len, window)
+    written = split < tl.cdiv(num_visible, _split_size(num_visible, MIN_SPLIT, MAX_SPLITS))
     lse = tl.load(partial_lse + row * N + split, mask=written, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
+    largest = tl.max(lse, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + tl.program_id(1)) * 1.4426950408889634  # to base 2
+        largest = tl.maximum(largest, sink)
+    weights = tl.exp2(lse - largest)
+    total = tl.sum(weights, axis=0)
+    if sinks is not None:
+        total += tl.exp2(sink - largest)
     partial = tl.load(
         partial_out + (row * N + split)[:, None] * D + dim[None, :],
         mask=written[:, None] & (dim < D)[None, :],
         other=0.0,
     )
-    merged = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    merged = tl.sum(partial * weights[:, None], axis=0) / total
     tl.store(out + row * D + dim, merged.to(out.dtype.element_ty), mask=dim < D)
 
 
@@ -154,6 +175,10 @@ def paged_attention_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -162,17 +187,25 @@ def paged_attention_decode(
     zeros. A row depends on no other row of the batch, to the last bit, nor on S or M: splits follow
     from the sequence's own length. Needs fp32 scratch of S * H * min(64, M * P / 256) * (D + 1).
 
+    With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
+    become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
+    more score of each head, as it is.
+
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit.
+        ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
     """
     check_paged(query, key_cache, value_cache, block_tables, seq_lens)
+    check_options(query, window, softcap, sinks)
     num_seqs, num_heads, head_dim = query.shape
     if block_tables.shape[0] != num_seqs:
         raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
     dims = max(16, triton.next_power_of_2(head_dim))
-    num_splits = min(_MAX_SPLITS, triton.cdiv(block_tables.shape[1] * block_size, _MIN_SPLIT))
+    most_visible = block_tables.shape[1] * block_size
+    if window is not None:
+        most_visible = min(most_visible, window)
+    num_splits = min(_MAX_SPLITS, triton.cdiv(most_visible, _MIN_SPLIT))
     partial_shape = (num_seqs, num_heads, num_splits)
     partial_out = query.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_lse = query.new_empty(partial_shape, dtype=torch.float32)
@@ -185,6 +218,8 @@ def paged_attention_decode(
         partial_out,
         partial_lse,
         scale * LOG2_E,
+        None if softcap is None else softcap * LOG2_E,
+        window,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
@@ -204,8 +239,10 @@ def paged_attention_decode(
         partial_out,
         partial_lse,
         seq_lens,
+        sinks,
         out,
         num_splits,
+        window,
         H=num_heads,
         D=head_dim,
         DIMS=dims,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_paged, check_tensor
+from kernels.checks import check_options, check_paged, check_tensor
 from kernels.tile import LOG2_E, attend_tile, tile_positions
 
 # Of a tile: pairs of query token and head. Never chosen by the batch, so that it changes no result.
@@ -45,9 +45,12 @@ def _attend_chunks_kernel(
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
     query_start_loc,  # int32[S + 1]
+    sinks,  # fp32 [H], or None
     out,  # [T, H, D], contiguous
     num_seqs,
     scale_log2,
+    softcap_log2,  # or None
+    window,  # or None
     query_stride_t,
     query_stride_h,
     key_stride_b,
@@ -66,8 +69,9 @@ def _attend_chunks_kernel(
     DIMS: tl.constexpr,  # power of two, at least D and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
 ):
-    """`out[t] = softmax(scale * q[t] K^T) V` over the positions up to that of token t.
+    """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
+    Those are the ones up to its own, or with a window the last so many of them.
     One program per kv head and tile of TOKENS query tokens of one sequence; its G heads for each
     token are rows of the same product, so K and V are read once for all of them.
     """
@@ -93,10 +97,21 @@ def _attend_chunks_kernel(
     row_position = seq_len - query_len + index
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    for start in range(0, end, POSITIONS):
+    if sinks is None:
+        # Finite, but below any score: a row may see no position of its first tile, by the window.
+        row_max = tl.full([ROWS], -1e30, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+    else:  # a position that every row has seen, with a value of zero; its score to base 2
+        row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
+        row_sum = tl.full([ROWS], 1.0, tl.float32)
+    low = 0
+    if window is not None:  # the first row's window, from the border of a tile
+        low = tl.maximum(seq_len - query_len + first - window + 1, 0) // POSITIONS * POSITIONS
+    for start in range(low, end, POSITIONS):
         position = start + tl.arange(0, POSITIONS)
+        visible = (position < end)[None, :] & (position[None, :] <= row_position[:, None])
+        if window is not None:
+            visible &= position[None, :] > row_position[:, None] - window
         acc, row_max, row_sum = attend_tile(
             q,
             acc,
@@ -106,9 +121,10 @@ def _attend_chunks_kernel(
             value_cache + kv_head.to(tl.int64) * value_stride_h,
             block_tables + tl.cast(seq, tl.int64) * table_stride,
             position,
-            (position < end)[None, :] & (position[None, :] <= row_position[:, None]),
+            visible,
             end,
             scale_log2,
+            softcap_log2,
             key_stride_b,
             key_stride_p,
             value_stride_b,
@@ -132,6 +148,10 @@ def paged_attention_prefill(
     query_start_loc: torch.Tensor,
     max_query_len: int,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
@@ -142,10 +162,15 @@ def paged_attention_prefill(
     host. Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no
     other sequence of the batch.
 
+    `window`, `softcap` and `sinks` are as in `paged_attention_decode`; tiles wholly outside the
+    window of every token of a chunk's piece are not read.
+
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or `max_query_len` exceeds T.
+        ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
+            option is not positive.
     """
     check_paged(query, key_cache, value_cache, block_tables, seq_lens)
+    check_options(query, window, softcap, sinks)
     num_tokens, num_heads, head_dim = query.shape
     num_seqs = seq_lens.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
@@ -164,9 +189,12 @@ def paged_attention_prefill(
         block_tables,
         seq_lens,
         query_start_loc,
+        sinks,
         out,
         num_seqs,
         scale * LOG2_E,
+        None if softcap is None else softcap * LOG2_E,
+        window,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],

@@ -31,6 +31,7 @@ def attend_tile(
     visible,  # bool [R, C], or [1, C] for all rows alike
     end,  # positions from here on are not read
     scale_log2,
+    softcap_log2,  # in the unit of the scores, or None
     key_stride_b,
     key_stride_p,
     value_stride_b,
@@ -42,9 +43,9 @@ def attend_tile(
     """Return `acc`, `row_max` and `row_sum` after one more tile of the online softmax.
 
     `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V;
-    `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention). Each row must see a
-    position of this tile or have seen one before, else its maximum is minus infinity. Scores and
-    sums are fp32; products take the cache's dtype, without TF32.
+    `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention), with a cap `c` then
+    `c * tanh(s / c)`. A row that has seen no position yet and sees none of this tile must have a
+    finite maximum. Scores and sums are fp32; products take the cache's dtype, without TF32.
     """
     dim = tl.arange(0, DIMS)
     inside = position < end
@@ -55,6 +56,9 @@ def attend_tile(
     key_mask = inside[None, :] & (dim < D)[:, None]
     k = tl.load(key_head + key_slot[None, :] + dim[:, None], mask=key_mask, other=0.0)
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    if softcap_log2 is not None:
+        # tanh(x) = 1 - 2 / (e^2x + 1); where e^2x overflows it is 1.
+        scores = softcap_log2 * (1 - 2 / (tl.exp(2 * scores / softcap_log2) + 1))
     scores = tl.where(visible, scores, float("-inf"))
 
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))

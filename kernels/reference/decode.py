@@ -5,8 +5,8 @@ Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` block
 """
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.reference.dense import attend_dense
 from kernels.reference.gather import KvGather
 
 
@@ -17,6 +17,10 @@ def paged_attention_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -26,24 +30,19 @@ def paged_attention_decode(
     One call of SDPA per sequence, on its exact length: a row depends on no other row of the batch,
     to the last bit. One padded call for all saves a quarter of the time at 8 sequences of equal
     length, and costs twice the time when lengths differ.
+
+    With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
+    become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
+    more score of each head, as it is.
     """
     out = torch.zeros_like(query)
     lens: list[int] = seq_lens.tolist()
     kv = KvGather(key_cache, value_cache)
     for seq, seq_len in enumerate(lens):
         if seq_len > 0:
-            key, value = kv.read(block_tables[seq], seq_len)
-            out[seq] = attend_one(query[seq], key, value, scale)
+            first = 0 if window is None else max(0, seq_len - window)
+            key, value = kv.read(block_tables[seq], first, seq_len)
+            out[seq] = attend_dense(
+                query[seq : seq + 1], key, value, None, scale, softcap=softcap, sinks=sinks
+            )
     return out
-
-
-def attend_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attend with one token's `query` [H, D] to all of `key` and `value` [1, HKV, seq_len, D].
-
-    The query heads of a group are the rows of one product, so K and V are read once per group;
-    SDPA's own `enable_gqa` reads them once per head, five times slower in bf16.
-    """
-    grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])  # [1, HKV, H / HKV, D]
-    return scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(query.shape)

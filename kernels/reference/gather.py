@@ -19,14 +19,19 @@ class KvGather:
         self._value_blocks = _Blocks(value_cache)
         self._block_size = key_cache.shape[1]
 
-    def read(self, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the first `seq_len` keys and values, each [1, HKV, seq_len, D].
+    def read(
+        self, block_table: torch.Tensor, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the keys and values of positions [start, end), each [1, HKV, end - start, D].
 
         `block_table` is int32[M].
         """
-        blocks = block_table[: -(-seq_len // self._block_size)]
+        first_block = start // self._block_size
+        blocks = block_table[first_block : -(-end // self._block_size)]
+        skipped = first_block * self._block_size
+        slots = slice(start - skipped, end - skipped)
         key, value = self._key_blocks.read(blocks), self._value_blocks.read(blocks)
-        return _by_head(key, seq_len), _by_head(value, seq_len)
+        return _by_head(key, slots), _by_head(value, slots)
 
 
 class _Blocks:
@@ -50,5 +55,5 @@ class _Blocks:
         return copied.view(self._cache.dtype).view(-1, *self._cache.shape[1:])
 
 
-def _by_head(blocks: torch.Tensor, seq_len: int) -> torch.Tensor:
-    return blocks.flatten(0, 1)[:seq_len].transpose(0, 1).unsqueeze(0)
+def _by_head(blocks: torch.Tensor, slots: slice) -> torch.Tensor:
+    return blocks.flatten(0, 1)[slots].transpose(0, 1).unsqueeze(0)

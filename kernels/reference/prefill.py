@@ -7,9 +7,8 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 from typing import Final
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.reference.decode import attend_one
+from kernels.reference.dense import attend_dense
 from kernels.reference.gather import KvGather
 
 # Query tokens that one call of SDPA takes, cut at multiples of it: what lies in a piece's future is
@@ -26,6 +25,10 @@ def paged_attention_prefill(
     query_start_loc: torch.Tensor,
     max_query_len: int,  # noqa: ARG001  the launcher sizes its grid by it
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
@@ -38,6 +41,8 @@ def paged_attention_prefill(
     A row depends on no other sequence, to the last bit. Neither does it depend on how the prompt
     was cut into chunks, if the cuts are at multiples of 64; other cuts agree to rounding. A chunk
     of one token gives what `paged_attention_decode` gives.
+
+    `window`, `softcap` and `sinks` are as in `paged_attention_decode`.
     """
     out = torch.zeros_like(query)
     starts: list[int] = query_start_loc.tolist()
@@ -45,42 +50,27 @@ def paged_attention_prefill(
     kv = KvGather(key_cache, value_cache)
     for seq, seq_len in enumerate(lens):
         start, end = starts[seq], starts[seq + 1]
-        if start < end and seq_len > 0:
-            key, value = kv.read(block_tables[seq], seq_len)
-            _attend_chunk(query[start:end], key, value, scale, out[start:end])
+        first = seq_len - (end - start)
+        if start == end or seq_len == 0:
+            continue
+        low = _first_visible(first, window)
+        key, value = kv.read(block_tables[seq], low, seq_len)
+        # A piece at a time, of the positions [begin, stop).
+        for edge in range(first - first % _PIECE, seq_len, _PIECE):
+            begin, stop = max(edge, first), min(edge + _PIECE, seq_len)
+            visible = slice(_first_visible(begin, window) - low, stop - low)
+            rows = slice(start + begin - first, start + stop - first)
+            out[rows] = attend_dense(
+                query[rows],
+                key[:, :, visible],
+                value[:, :, visible],
+                window,
+                scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
     return out
 
 
-def _attend_chunk(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, out: torch.Tensor
-) -> None:
-    """Write to `out` what the last positions of one sequence attend to, a piece at a time."""
-    seq_len = key.shape[2]
-    first = seq_len - query.shape[0]
-    for edge in range(first - first % _PIECE, seq_len, _PIECE):
-        start, end = max(edge, first), min(edge + _PIECE, seq_len)
-        rows = slice(start - first, end - first)
-        visible = key[:, :, :end], value[:, :, :end]
-        if end - start == 1:
-            out[rows] = attend_one(query[rows].squeeze(0), *visible, scale)
-        else:
-            out[rows] = _attend_piece(query[rows], *visible, scale)
-
-
-def _attend_piece(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    num_rows, end = query.shape[0], key.shape[2]
-    mask = None
-    if num_rows < end:  # SDPA's `is_causal` aligns the first row, not the last, with the keys
-        mask = query.new_ones((num_rows, end), dtype=torch.bool).tril(end - num_rows)
-    attended = scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),  # [1, H, num_rows, D]
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return attended.squeeze(0).transpose(0, 1)
+def _first_visible(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)

@@ -25,7 +25,8 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
     for param in kernel.params:
         value = bound[param.name]
         free = not param.is_constexpr and not param.do_not_specialize
-        if param.is_constexpr or (free and isinstance(value, int) and value == 1):
+        is_one = free and isinstance(value, int) and value == 1
+        if param.is_constexpr or is_one or value is None:
             signature[param.name] = "constexpr"
             constexprs[param.name] = value
         else:
@@ -59,6 +60,9 @@ def launch_all(dtype, num_heads, num_kv_heads, head_dim):
     triton_ops.store_kv(key, key, paged.key_cache, paged.value_cache, ids)
     triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1)
     triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1)
+    options = {"window": 20, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
+    triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
+    triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
     triton_ops.copy_blocks(x, ids, ids)
     triton_ops.rms_norm(x, weight, 1e-5)
     triton_ops.rms_norm(query, weight[:head_dim], 1e-5)

@@ -26,6 +26,19 @@ def far_apart(shape, dtype, device):
     return rows
 
 
+def options(num_heads, device):
+    """Attention's options, alone and together, with windows in and across tiles and splits."""
+    sinks = torch.randn(num_heads, device=device) * 3
+    return [
+        {"window": 1},
+        {"window": 37},
+        {"window": 270},
+        {"softcap": 1.5},
+        {"sinks": sinks},
+        {"window": 5, "softcap": 0.7, "sinks": sinks},
+    ]
+
+
 @dataclass(frozen=True)
 class Paged:
     """One layer of a block-major pool, and the tables of some sequences."""
@@ -66,15 +79,22 @@ def make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device, *, m
     )
 
 
-def dense_attention(query, key, value, scale):
+def dense_attention(query, key, value, scale, *, window=None, softcap=None, sinks=None):
     """Causal attention by its definition, in fp64: query [Q, H, D] are the last of the keys."""
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     key = key.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
     value = value.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
-    hidden = torch.ones(query_len, seq_len, dtype=torch.bool, device=query.device).triu(
-        seq_len - query_len + 1
-    )
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(seq_len - query_len, seq_len).unsqueeze(1) - torch.arange(seq_len)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    weights = scores.masked_fill(hidden.to(query.device), float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp().view(-1, 1, 1)
+    weights = weights / total
     return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)

@@ -3,7 +3,7 @@ import torch
 
 from kernels import decode, reference
 from kernels.decode import paged_attention_decode
-from tests.kernels.tensors import dense_attention, far_apart, make_paged, strided
+from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 
 SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (20, 1, 24, 16)]  # H, HKV, D, P
@@ -31,6 +31,37 @@ def test_the_twin_is_attention(num_heads, num_kv_heads, head_dim, block_size, dt
         expected = dense_attention(query[seq : seq + 1], *paged.dense(seq), 0.3)
         assert_close(out[seq : seq + 1], expected)
     assert out[1].count_nonzero() == 0
+
+
+@every_dot_dtype
+def test_options_are_the_twin_s(dtype, device):
+    seq_lens = [1, 0, 16, 67, 256, 300, 600]
+    paged = make_paged(seq_lens, 2, 40, 5, dtype, device)
+    query = strided((len(seq_lens), 6, 40), dtype, device)
+    args = query, *paged.args, 0.3
+    for chosen in options(6, device):
+        expected = reference.paged_attention_decode(*args, **chosen)
+        assert_close(paged_attention_decode(*args, **chosen), expected)
+
+
+@every_dtype
+def test_the_twin_s_options_are_by_definition(dtype):
+    paged = make_paged([1, 16, 67, 300], 2, 16, 5, dtype, "cpu")
+    query = strided((4, 6, 16), dtype, "cpu")
+    for chosen in options(6, "cpu"):
+        out = reference.paged_attention_decode(query, *paged.args, 0.3, **chosen)
+        for seq in range(4):
+            expected = dense_attention(query[seq : seq + 1], *paged.dense(seq), 0.3, **chosen)
+            assert_close(out[seq : seq + 1], expected)
+
+
+@pytest.mark.parametrize("attend", [paged_attention_decode, reference.paged_attention_decode])
+def test_slots_before_the_window_are_not_read(attend, device):
+    paged = make_paged([530], 2, 16, 8, torch.float32, device)
+    query = torch.randn(1, 4, 16, device=device)
+    before = attend(query, *paged.args, 0.25, window=300)
+    paged.block_tables[0, : (530 - 300) // 8] = 2**31 - 1
+    assert torch.equal(attend(query, *paged.args, 0.25, window=300), before)
 
 
 def test_splits_grow_when_a_sequence_outgrows_their_number(monkeypatch, device):
@@ -93,3 +124,9 @@ def test_decode_names_what_does_not_fit(device):
         paged_attention_decode(query, keys, values, tables, lens[:1], 1.0)
     with pytest.raises(ValueError, match="block_tables has 2 rows, required are 1"):
         paged_attention_decode(query[:1], keys, values, tables, lens, 1.0)
+    with pytest.raises(ValueError, match="window is 0, required is at least 1"):
+        paged_attention_decode(query, *paged.args, 1.0, window=0)
+    with pytest.raises(ValueError, match=r"softcap is 0\.0, required is above 0"):
+        paged_attention_decode(query, *paged.args, 1.0, softcap=0.0)
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), required is \(4,\)"):
+        paged_attention_decode(query, *paged.args, 1.0, sinks=torch.zeros(3, device=device))

@@ -3,7 +3,7 @@ import torch
 
 from kernels import reference
 from kernels.prefill import paged_attention_prefill
-from tests.kernels.tensors import dense_attention, far_apart, make_paged, strided
+from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 
 SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (65, 1, 16, 16)]  # H, HKV, D, P
@@ -42,6 +42,41 @@ def test_the_twin_is_causal_attention(num_heads, num_kv_heads, head_dim, block_s
         rows = slice(int(starts[seq]), int(starts[seq + 1]))
         assert_close(out[rows], dense_attention(query[rows], *paged.dense(seq), 0.3))
     assert out[-3:].count_nonzero() == 0
+
+
+@every_dot_dtype
+def test_options_are_the_twin_s(dtype, device):
+    query_lens, seq_lens = zip(*CHUNKS, (90, 330), strict=True)
+    paged = make_paged(seq_lens, 2, 40, 5, dtype, device)
+    query = strided((sum(query_lens) + 3, 6, 40), dtype, device)
+    args = query, *paged.args, starts_of(query_lens, device), max(query_lens), 0.3
+    for chosen in options(6, device):
+        expected = reference.paged_attention_prefill(*args, **chosen)
+        assert_close(paged_attention_prefill(*args, **chosen), expected)
+
+
+@every_dtype
+def test_the_twin_s_options_are_by_definition(dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, 2, 16, 5, dtype, "cpu")
+    query = strided((sum(query_lens), 6, 16), dtype, "cpu")
+    starts = starts_of(query_lens, "cpu")
+    args = query, *paged.args, starts, max(query_lens), 0.3
+    for chosen in options(6, "cpu"):
+        out = reference.paged_attention_prefill(*args, **chosen)
+        for seq in (0, 2, 3, 4, 5):
+            rows = slice(int(starts[seq]), int(starts[seq + 1]))
+            assert_close(out[rows], dense_attention(query[rows], *paged.dense(seq), 0.3, **chosen))
+
+
+@pytest.mark.parametrize("attend", [paged_attention_prefill, reference.paged_attention_prefill])
+def test_slots_before_every_window_are_not_read(attend, device):
+    paged = make_paged([530], 2, 16, 8, torch.float32, device)
+    query = torch.randn(20, 4, 16, device=device)
+    args = query, *paged.args, starts_of([20], device), 20, 0.25
+    before = attend(*args, window=300)
+    paged.block_tables[0, : (530 - 19 - 300) // 64 * 8] = 2**31 - 1  # whole tiles of 64
+    assert torch.equal(attend(*args, window=300), before)
 
 
 @pytest.mark.parametrize("attend", [paged_attention_prefill, reference.paged_attention_prefill])
