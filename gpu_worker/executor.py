@@ -33,7 +33,7 @@ from gpu_worker.upload import upload
 
 
 class Decoder(Protocol):
-    """A model, as `weights.load_weights` returns it."""
+    """A model, as `model_source.open_model` leads to it."""
 
     def forward(
         self,

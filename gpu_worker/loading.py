@@ -14,12 +14,12 @@ from gpu_worker.executor import Decoder, Executor
 from gpu_worker.host_pool import HostPool
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import KvPool, block_bytes
-from gpu_worker.model_config import ModelConfig, load_model_config
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_source import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from gpu_worker.step_loop import StepLoop
 from gpu_worker.structured_output import StructuredOutput
-from gpu_worker.weights import load_weights
 from gpu_worker.worker_info import WorkerInfo
 
 _GIB = 1024**3
@@ -41,12 +41,11 @@ def load(
     """
     device = pick_device(settings.device)
     num_threads = set_num_threads(settings.num_threads)
-    config = load_model_config(settings.model)
+    source = open_model(settings.model, settings.model_class)
+    config = source.config
     dtype = pick_dtype(settings.dtype, config, device)
     report("loading weights", 0.0)
-    model = load_weights(
-        settings.model, config, dtype, device, lambda done: report("loading weights", done)
-    )
+    model = source.load(dtype, device, lambda done: report("loading weights", done))
     report("making room for KV", None)
     bytes_per_block = block_bytes(config, settings.block_size, dtype)
     limits = _limits(settings, config, device)

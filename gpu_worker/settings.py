@@ -23,6 +23,10 @@ class WorkerSettings(ProcessSettings):
     takes their sequences back."""
     model: Path
     """Hugging Face directory of the model: config.json and safetensors."""
+    model_class: str = ""
+    """Which implementation runs the model: the dotted path of a class of yours, as in
+    package.module:Class (docs/models.md); "transformers"; empty: our own where there is one for its
+    architecture, else transformers'."""
     served_model_name: str = ""
     """What requests call the model; empty: the directory's name."""
     worker_id: str = Field(default_factory=socket.gethostname)

@@ -1,38 +1,100 @@
-"""Builds a decoder from the weights in a Hugging Face directory.
+"""Reads a model's tensors out of a Hugging Face directory and builds the model from them.
 
-Symbols: `E` hidden size, `N` output features of a linear map, `K` its input features.
+Symbols: `N` output features of a linear map, `K` its input features.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from gpu_worker.checkpoint import Checkpoint
 from gpu_worker.json_fields import ModelError
-from gpu_worker.model_config import ModelConfig
-from gpu_worker.models.decoder import Decoder, DecoderLayer, QkNorm
 from gpu_worker.models.linear import Linear, make_linear
-from gpu_worker.models.rope import rotary_table
 
+ModelT = TypeVar("ModelT")
+
+_META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
+
+
+class Weights:
+    """The tensors of a checkpoint, converted and put on a device as they are asked for."""
+
+    def __init__(
+        self,
+        names: AbstractSet[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """`fill` gives an empty tensor the contents of a name; `names` are those there are."""
+        self.names = names
+        self.dtype = dtype
+        """Of all weights, and of the activations."""
+        self.device = device
+        self._fill = fill
+        self._ignored: list[re.Pattern[str]] = []
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor, of this shape."""
+        return self._joined([(name, shape)])
+
+    def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
+        """A linear map, or several of one input fused into one: their outputs joined.
+
+        Args:
+            num_in: K.
+            parts: of each map the name, to which ".weight" and ".bias" are added, and its N.
+            bias: whether they have one.
+        """
+        weight = self._joined([(f"{name}.weight", (num_out, num_in)) for name, num_out in parts])
+        if not bias:
+            return make_linear(weight, None)
+        return make_linear(
+            weight, self._joined([(f"{name}.bias", (num_out,)) for name, num_out in parts])
+        )
+
+    def ignore(self, pattern: str) -> None:
+        """Let tensors be there whose whole name matches a regular expression, though unused."""
+        self._ignored.append(re.compile(pattern))
+
+    def ignores(self, name: str) -> bool:
+        """Whether it may be there though unused."""
+        return any(pattern.fullmatch(name) for pattern in self._ignored)
+
+    def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
+        """Tensors joined along their first dimension, in one allocation."""
+        rows = [shape[0] for _, shape in parts]
+        rest = parts[0][1][1:]
+        out = torch.empty(sum(rows), *rest, dtype=self.dtype, device=self.device)
+        for (name, _), part in zip(parts, torch.split(out, rows), strict=True):
+            self._fill(name, part)
+        return out
 
 
 def load_weights(
     directory: Path,
-    config: ModelConfig,
+    architecture: str,
+    build: Callable[[Weights], ModelT],
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[float], None],
-) -> Decoder:
-    """Read, convert to `dtype`, fuse, and put on `device` all weights of a model.
+) -> ModelT:
+    """Build a model whose weights are read, converted to `dtype`, and put on `device`.
 
-    Besides the weights themselves it needs room for those of one linear map.
+    It is built twice. The first time its tensors are empty and on the meta device: that tells which
+    it needs, so that a checkpoint that does not fit is refused before gigabytes are read. Besides
+    the weights themselves it needs room for those of one linear map.
 
     Args:
         directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-        config: of the same directory.
+        architecture: what an error calls the model.
+        build: makes the model; must not look into the tensors.
         dtype: of weights and activations.
         device: where they go.
         progress: called with the fraction of weights read, growing up to 1.
@@ -40,132 +102,28 @@ def load_weights(
     Raises:
         ModelError: a file is missing or damaged, or tensors are missing, unexpected or misshapen.
     """
-    shapes = _tensor_shapes(config)
     checkpoint = Checkpoint(directory)
-    _check_names(directory, checkpoint, shapes, config)
-    loader = _Loader(checkpoint, shapes, dtype, device, progress)
-    embedding = loader.tensor("model.embed_tokens.weight")
-    if config.tie_word_embeddings:
-        lm_head = make_linear(embedding, None)
-    else:
-        lm_head = loader.linear("lm_head")
-    return Decoder(
-        config=config,
-        embedding=embedding,
-        layers=tuple(_layer(loader, config, index) for index in range(config.num_layers)),
-        final_norm=loader.tensor("model.norm.weight"),
-        lm_head=lm_head,
-        cos_sin=rotary_table(config.rope, config.head_dim, config.max_model_len).to(device),
+    num_elems: dict[str, int] = {}
+    plan = Weights(
+        checkpoint.names, dtype, _META, lambda name, out: num_elems.update({name: out.numel()})
     )
-
-
-class _Loader:
-    """Reads tensors of known shapes and reports progress."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        shapes: dict[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Callable[[float], None],
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._shapes = shapes
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
-        self._num_elems = sum(map(math.prod, shapes.values()))
-        self._num_elems_read = 0
-
-    def tensor(self, *names: str) -> torch.Tensor:
-        """Tensors joined along their first dimension, in one allocation."""
-        rows = [self._shapes[name][0] for name in names]
-        rest = self._shapes[names[0]][1:]
-        out = torch.empty(sum(rows), *rest, dtype=self._dtype, device=self._device)
-        for name, part in zip(names, torch.split(out, rows), strict=True):
-            self._checkpoint.read_into(name, part)
-            self._num_elems_read += part.numel()
-            self._progress(self._num_elems_read / self._num_elems)
-        return out
-
-    def linear(self, *modules: str) -> Linear:
-        """Linear maps of one input, fused into one: their outputs joined."""
-        biases = [f"{module}.bias" for module in modules]
-        bias = self.tensor(*biases) if biases[0] in self._shapes else None
-        return make_linear(self.tensor(*(f"{module}.weight" for module in modules)), bias)
-
-
-def _layer(loader: _Loader, config: ModelConfig, index: int) -> DecoderLayer:
-    layer = f"model.layers.{index}"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    return DecoderLayer(
-        input_norm=loader.tensor(f"{layer}.input_layernorm.weight"),
-        qkv=loader.linear(*(f"{attention}.{name}_proj" for name in "qkv")),
-        qk_norm=QkNorm(
-            loader.tensor(f"{attention}.q_norm.weight"),
-            loader.tensor(f"{attention}.k_norm.weight"),
-        )
-        if config.qk_norm
-        else None,
-        attention_output=loader.linear(f"{attention}.o_proj"),
-        mlp_norm=loader.tensor(f"{layer}.post_attention_layernorm.weight"),
-        gate_up=loader.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-        down=loader.linear(f"{mlp}.down_proj"),
-    )
-
-
-def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of this model has."""
-    hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    linears = (  # name, N, K, has a bias
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q_size, config.output_bias),
-        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
-    )
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
-    if config.qk_norm:
-        norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        for name, size in norms:
-            shapes[f"{layer}.{name}.weight"] = (size,)
-        for name, num_out, num_in, has_bias in linears:
-            shapes[f"{layer}.{name}.weight"] = (num_out, num_in)
-            if has_bias:
-                shapes[f"{layer}.{name}.bias"] = (num_out,)
-    return shapes
-
-
-def _check_names(
-    directory: Path,
-    checkpoint: Checkpoint,
-    shapes: dict[str, tuple[int, ...]],
-    config: ModelConfig,
-) -> None:
-    missing = sorted(shapes.keys() - checkpoint.names)
+    build(plan)
+    missing = sorted(num_elems.keys() - checkpoint.names)
     if missing:
-        raise ModelError(f"{directory} lacks {_some(missing)} of {config.architecture}")
-    unexpected = sorted(
-        name
-        for name in checkpoint.names - shapes.keys()
-        # Old checkpoints carry the rotary frequencies, and some carry a tied head a second time.
-        if not name.endswith(".rotary_emb.inv_freq")
-        and not (name == "lm_head.weight" and config.tie_word_embeddings)
-    )
+        raise ModelError(f"{directory} lacks {_some(missing)} of {architecture}")
+    unused = sorted(checkpoint.names - num_elems.keys())
+    unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
-        raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {config.architecture}")
+        raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
+    total, num_read = math.fsum(num_elems.values()), 0
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        nonlocal num_read
+        checkpoint.read_into(name, out)
+        num_read += out.numel()
+        progress(num_read / total)
+
+    return build(Weights(checkpoint.names, dtype, device, fill))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -151,14 +151,12 @@ def _reduce_splits_kernel(
     num_visible = _num_visible(seq_len, window)
     written = split < tl.cdiv(num_visible, _split_size(num_visible, MIN_SPLIT, MAX_SPLITS))
     lse = tl.load(partial_lse + row * N + split, mask=written, other=float("-inf"))
-    largest = tl.max(lse, axis=0)
+    sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + tl.program_id(1)) * 1.4426950408889634  # to base 2
-        largest = tl.maximum(largest, sink)
+    largest = tl.maximum(tl.max(lse, axis=0), sink)
     weights = tl.exp2(lse - largest)
-    total = tl.sum(weights, axis=0)
-    if sinks is not None:
-        total += tl.exp2(sink - largest)
+    total = tl.sum(weights, axis=0) + tl.exp2(sink - largest)
     partial = tl.load(
         partial_out + (row * N + split)[:, None] * D + dim[None, :],
         mask=written[:, None] & (dim < D)[None, :],

@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those that every test of the whole service runs with."""
+NATIVE_FAMILIES = (*FAMILIES, "mixtral", "gpt_neox")
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
@@ -60,7 +62,7 @@ def make_model(
 
     Args:
         directory: made if need be; it is returned.
-        family: one of `FAMILIES`.
+        family: a `model_type` of transformers.
         seed: of the weights.
         dtype: of the checkpoint.
         max_shard_size: above it the weights go to several files, as in "50KB".
@@ -84,11 +86,13 @@ def make_model(
     }
     by_family: dict[str, dict[str, Any]] = {
         "llama": {},
-        "mistral": {"sliding_window": None, "num_attention_heads": 8},
+        # A window shorter than most prompts.
+        "mistral": {"sliding_window": 20, "num_attention_heads": 8},
+        "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
         "qwen2": {"num_hidden_layers": 3},
         "qwen3": {"head_dim": 24},
     }
-    config = AutoConfig.for_model(family, **(sizes | by_family[family] | overrides))
+    config = AutoConfig.for_model(family, **(sizes | by_family.get(family, {}) | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

@@ -1,19 +1,39 @@
-"""One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Qwen2, Qwen3.
+"""One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
 `I` intermediate size, `V` vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional
 
 from gpu_worker.attention import AttentionMetadata, paged_attention
 from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_config import ModelConfig
 from gpu_worker.models.linear import Linear
+from gpu_worker.models.llama_config import LlamaConfig
 from kernels import ops
+
+
+FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedMlp:
+    """The feed-forward part that every token takes, or one expert of several."""
+
+    gate_up: Linear
+    """E to 2 * I: gate, then up."""
+    down: Linear
+    """I to E."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,21 +55,20 @@ class DecoderLayer:
     qkv: Linear
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: QkNorm | None
+    window: int | None
+    """How many tokens a token sees, itself included; None for all before it."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
-    gate_up: Linear
-    """E to 2 * I: gate, then up."""
-    down: Linear
-    """I to E."""
+    feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
     """A language model; it never changes. Callers are in `torch.inference_mode()`."""
 
-    config: ModelConfig
+    config: LlamaConfig
     embedding: torch.Tensor
     """`[V, E]`."""
     layers: tuple[DecoderLayer, ...]
@@ -89,7 +108,7 @@ class Decoder:
                 normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
             out = self._attend(index, layer, normed, positions, pool, metadata)
             normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
-            out = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            out = layer.feed_forward(normed)
         assert out is not None, "a decoder has at least one layer"
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
@@ -118,6 +137,7 @@ class Decoder:
             key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
         query, key = ops.rotary(query, key, self.cos_sin, positions)
         scale = config.head_dim**-0.5
-        return layer.attention_output(
-            paged_attention(query, key, value, pool, index, metadata, scale)
+        attended = paged_attention(
+            query, key, value, pool, index, metadata, scale, window=layer.window
         )
+        return layer.attention_output(attended)

@@ -49,18 +49,21 @@ class RopeConfig:
 
     theta: float
     scaling: RopeScaling | None = None
+    rotated_share: float = 1.0
+    """Of each head's dimensions, from the first; the others stay as they are."""
 
 
-def rope_from_fields(fields: JsonFields) -> RopeConfig:
+def rope_from_fields(
+    fields: JsonFields, *, default_theta: float = 10000.0, default_share: float = 1.0
+) -> RopeConfig:
     """What a config.json asks for; raises ModelError for what `rotary_table` cannot make."""
     # transformers 5 writes one dictionary, older ones a number and a dictionary for the scaling.
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     rope = fields.nested(name)
-    top_level_theta = fields.number("rope_theta", default=10000.0)
+    top_level_theta = fields.number("rope_theta", default=default_theta)
     theta = rope.number("rope_theta", default=top_level_theta)
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise fields.error("partial_rotary_factor", f"is {partial}; only 1.0 is supported")
+    top_level_share = fields.number("partial_rotary_factor", default=default_share)
+    rotated_share = rope.number("partial_rotary_factor", default=top_level_share)
     kind = rope.get("rope_type", default=rope.get("type", default="default"))
     scaling: RopeScaling | None
     match kind:
@@ -75,7 +78,7 @@ def rope_from_fields(fields: JsonFields) -> RopeConfig:
     unknown = sorted(rope.values.keys() - _KNOWN_FIELDS)
     if unknown:
         raise rope.error(unknown[0], f"is unknown; known are {', '.join(sorted(_KNOWN_FIELDS))}")
-    return RopeConfig(theta, scaling)
+    return RopeConfig(theta, scaling, rotated_share)
 
 
 def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:
@@ -95,7 +98,10 @@ def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines then sines of every position's angles: float32 `[num_positions, D]`."""
+    """Cosines then sines of every position's angles: float32 `[num_positions, D]`.
+
+    `head_dim` counts the dimensions that are rotated, `rotated_share` is not looked at.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
     frequencies = 1.0 / rope.theta**exponents  # radians per position
     match rope.scaling:

@@ -14,7 +14,7 @@ from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.executor import Executor
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import block_bytes
-from gpu_worker.model_config import load_model_config
+from gpu_worker.model_source import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -92,7 +92,7 @@ async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
     info = seen["info"]
     assert (info.model.id, info.model.vocab_size, info.model.max_model_len) == ("tiny", 500, 512)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (20, 16, 64)
-    assert info.block_bytes == block_bytes(load_model_config(model), 16, torch.float32)
+    assert info.block_bytes == block_bytes(open_model(model).config, 16, torch.float32)
     assert (info.device, info.dtype) == ("cpu", "float32")
 
 
@@ -179,7 +179,7 @@ def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_in_it(tmp_path, mo
     for name in ("float32", "float16", "bfloat16"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields | {"dtype": name}))
-        configs[name] = load_model_config(tmp_path / name)
+        configs[name] = open_model(tmp_path / name).config
     cpu = torch.device("cpu")
     for features, fast in [({}, torch.float32), ({"avx512_bf16": True}, torch.bfloat16)]:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)

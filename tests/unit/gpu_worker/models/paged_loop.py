@@ -7,16 +7,15 @@ import torch
 
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_config import load_model_config
-from gpu_worker.models.decoder import Decoder
-from gpu_worker.weights import load_weights
+from gpu_worker.executor import Decoder
+from gpu_worker.model_source import open_model
 from kernels import PAD_SLOT
 
 CPU = torch.device("cpu")
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_weights(directory, load_model_config(directory), dtype, CPU, lambda _: None)
+    return open_model(directory).load(dtype, CPU, lambda _: None)
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = 500) -> list[int]:

@@ -4,16 +4,34 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models_fixture import FAMILIES
+from tests.models_fixture import NATIVE_FAMILIES
 from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
 
 NUM_TOKENS = 128
 
 VARIANTS = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in NATIVE_FAMILIES),
     ("llama", {"tie_word_embeddings": True, "max_shard_size": "50KB"}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
-    ("mistral", {"num_key_value_heads": 1}),
+    ("mistral", {"num_key_value_heads": 1, "sliding_window": None}),
+    ("mixtral", {"sliding_window": 33, "num_experts_per_tok": 3}),
+    ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    (
+        "gpt_neox",
+        {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+        },
+    ),
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
@@ -60,7 +78,7 @@ def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family, overrid
     assert len(set(expected_output)) > NUM_TOKENS // 4, "a repetitive model would test little"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_sequences_of_mixed_lengths_in_one_batch_get_the_tokens_they_get_alone(model_dirs, family):
     directory = model_dirs.get(family)
     prompts = [random_prompt(length, seed=length) for length in (1, 15, 16, 17, 50)]
@@ -93,7 +111,7 @@ def test_padding_changes_nothing(model_dirs):
     assert [s.output for s in padded] == [s.output for s in plain]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_bfloat16_is_close_to_float32(model_dirs, family):
     directory = model_dirs.get(family, dtype="bfloat16")
     prompt = random_prompt(41, seed=2)

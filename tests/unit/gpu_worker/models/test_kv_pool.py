@@ -3,16 +3,16 @@
 import torch
 
 from gpu_worker.kv_pool import KvPool, block_bytes
-from gpu_worker.model_config import load_model_config
+from gpu_worker.model_source import open_model
 from tests.unit.gpu_worker.models.paged_loop import CPU
 
 
 def make_pool(model_dirs, num_blocks=6, block_size=8, dtype=torch.float32):
-    return KvPool(load_model_config(model_dirs.get("qwen3")), num_blocks, block_size, dtype, CPU)
+    return KvPool(open_model(model_dirs.get("qwen3")).config, num_blocks, block_size, dtype, CPU)
 
 
 def test_block_bytes(model_dirs):
-    config = load_model_config(model_dirs.get("qwen3"))  # 2 layers, 2 kv heads of 24
+    config = open_model(model_dirs.get("qwen3")).config  # 2 layers, 2 kv heads of 24
     assert block_bytes(config, 16, torch.bfloat16) == 2 * 2 * 16 * 2 * 24 * 2
     assert make_pool(model_dirs, block_size=16, dtype=torch.bfloat16).block_bytes == 6144
 

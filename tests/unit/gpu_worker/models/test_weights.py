@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.json_fields import ModelError
-from gpu_worker.model_config import load_model_config
-from gpu_worker.weights import load_weights
+from gpu_worker.model_source import open_model
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load
 
 INDEX = "model.safetensors.index.json"
@@ -48,7 +47,7 @@ def test_shards_hold_what_one_file_holds(directory, model_dirs):
 
 def test_progress_grows_to_one(directory):
     seen = []
-    load_weights(directory, load_model_config(directory), torch.float32, CPU, seen.append)
+    open_model(directory).load(torch.float32, CPU, seen.append)
     assert seen == sorted(seen)
     assert 0 < seen[0] < seen[-1] == 1.0
 

@@ -1,0 +1,180 @@
+"""What a Llama-shaped model is: Llama, Mistral, Mixtral, Qwen2, Qwen3."""
+
+from dataclasses import dataclass
+
+from gpu_worker.json_fields import JsonFields
+from gpu_worker.model_config import ModelConfig, read_architecture, read_model_config
+from gpu_worker.models.rope import RopeConfig, rope_from_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A decoder of these families; what differs between them is a field here."""
+
+    hidden_size: int
+    num_heads: int
+    """A multiple of `num_kv_heads`."""
+    intermediate_size: int
+    """Of each expert, if there are any."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Whether the attention's output projection has a bias."""
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalized per head before rotation."""
+    windows: tuple[int | None, ...]
+    """Of each layer: how many tokens a token sees, itself included; None if all before it."""
+    experts: "ExpertsConfig | None"
+    """None: every token takes the same feed-forward part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A feed-forward part that is a mixture of experts."""
+
+    num_experts: int
+    num_per_token: int
+    """At most `num_experts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture implies where its config.json is silent, as `transformers` has it."""
+
+    qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    """Whether `attention_bias` gives all four attention projections a bias."""
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """None: hidden size divided by query heads."""
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    has_window: bool = False
+    """Whether `sliding_window` is read at all."""
+    windows_by_layer: bool = False
+    """Whether a sliding window needs `use_sliding_window` and is for some layers only."""
+    sliding_window: int | None = None
+    """The window where config.json does not mention any."""
+    has_experts: bool = False
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(reads_attention_bias=True, reads_mlp_bias=True),
+    "MistralForCausalLM": _Family(has_window=True, sliding_window=4096),
+    "MixtralForCausalLM": _Family(
+        has_window=True, rope_theta=1e6, rms_norm_eps=1e-5, has_experts=True
+    ),
+    "Qwen2ForCausalLM": _Family(
+        qkv_bias=True, has_window=True, windows_by_layer=True, sliding_window=4096
+    ),
+    "Qwen3ForCausalLM": _Family(
+        reads_attention_bias=True,
+        qk_norm=True,
+        head_dim=128,
+        has_window=True,
+        windows_by_layer=True,
+        sliding_window=4096,
+    ),
+}
+LLAMA_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def read_llama_config(fields: JsonFields) -> LlamaConfig:
+    """Parse a config.json of one of `LLAMA_ARCHITECTURES`.
+
+    Raises:
+        ModelError: a file or field is missing, malformed, or asks for what is not supported.
+    """
+    family = _FAMILIES[read_architecture(fields)]
+    activation = fields.get("hidden_act", default="silu")
+    if activation != "silu":
+        raise fields.error("hidden_act", f"is {activation!r}; only 'silu' is supported")
+    common = read_model_config(fields)
+    head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"is {head_dim}; rotary embedding needs it even")
+    attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
+    return LlamaConfig(
+        architecture=common.architecture,
+        vocab_size=common.vocab_size,
+        max_model_len=common.max_model_len,
+        num_layers=common.num_layers,
+        num_kv_heads=common.num_kv_heads,
+        head_dim=head_dim,
+        eos_token_ids=common.eos_token_ids,
+        dtype=common.dtype,
+        hidden_size=fields.positive_int("hidden_size"),
+        num_heads=fields.positive_int("num_attention_heads"),
+        intermediate_size=fields.positive_int("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", default=family.rms_norm_eps),
+        rope=_rope(fields, family),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", default=False),
+        qk_norm=family.qk_norm,
+        windows=_windows(fields, family, common.num_layers),
+        experts=_experts(fields) if family.has_experts else None,
+    )
+
+
+def _rope(fields: JsonFields, family: _Family) -> RopeConfig:
+    rope = rope_from_fields(fields, default_theta=family.rope_theta)
+    if rope.rotated_share != 1.0:
+        raise fields.error(
+            "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
+        )
+    return rope
+
+
+def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    everywhere = (None,) * num_layers
+    if not family.has_window:
+        return everywhere
+    is_off = family.windows_by_layer and not fields.boolean("use_sliding_window", default=False)
+    is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
+    if is_off or is_null or not (fields.has("sliding_window") or family.sliding_window):
+        return everywhere
+    window = fields.positive_int("sliding_window", default=family.sliding_window)
+    if not family.windows_by_layer:
+        return (window,) * num_layers
+    return tuple(
+        window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
+    )
+
+
+def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Of each layer: "sliding_attention" or "full_attention"."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        # Of transformers before 4.53: the layers from this one on have the window.
+        first = fields.get("max_window_layers", default=28)
+        if not isinstance(first, int):
+            raise fields.error("max_window_layers", f"is {first!r}; it must be an integer")
+        return tuple(
+            "sliding_attention" if layer >= first else "full_attention"
+            for layer in range(num_layers)
+        )
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"must be a list of {num_layers} names")
+    unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
+    if unknown:
+        raise fields.error(
+            "layer_types", f"has {unknown[0]!r}; known are sliding_attention and full_attention"
+        )
+    return tuple(kinds)
+
+
+def _experts(fields: JsonFields) -> ExpertsConfig:
+    num_experts = fields.positive_int("num_local_experts", default=8)
+    num_per_token = fields.positive_int("num_experts_per_tok", default=2)
+    if num_per_token > num_experts:
+        raise fields.error(
+            "num_experts_per_tok",
+            f"is {num_per_token}; it must be at most num_local_experts, {num_experts}",
+        )
+    return ExpertsConfig(num_experts, num_per_token)

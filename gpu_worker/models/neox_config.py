@@ -1,0 +1,77 @@
+"""What a GPT-NeoX model is."""
+
+from dataclasses import dataclass
+
+from gpu_worker.json_fields import JsonFields
+from gpu_worker.model_config import ModelConfig, read_model_config
+from gpu_worker.models.activation import ACTIVATIONS, Activation
+from gpu_worker.models.rope import RopeConfig, rope_from_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeoxConfig(ModelConfig):
+    """A GPT-NeoX decoder: as many kv heads as heads."""
+
+    hidden_size: int
+    """`num_kv_heads * head_dim`."""
+    intermediate_size: int
+    layer_norm_eps: float
+    activation: Activation
+    rope: RopeConfig
+    rotary_dim: int
+    """Dimensions of a head that are rotated, from the first; even."""
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Whether the attention's two projections have biases."""
+    is_parallel: bool
+    """Whether the feed-forward part has the layer's input, as attention has."""
+
+
+def read_neox_config(fields: JsonFields) -> NeoxConfig:
+    """Parse the config.json of a GPTNeoXForCausalLM.
+
+    Raises:
+        ModelError: a file or field is missing, malformed, or asks for what is not supported.
+    """
+    common = read_model_config(fields)
+    hidden_size = fields.positive_int("hidden_size")
+    num_heads = fields.positive_int("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.error("num_attention_heads", f"must divide hidden_size, {hidden_size}")
+    activation = fields.get("hidden_act", default="gelu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise fields.error(
+            "hidden_act", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
+        )
+    rope = rope_from_fields(
+        fields,
+        # transformers 5 writes them as all families do, older ones under names of their own.
+        default_theta=fields.number("rotary_emb_base", default=10000.0),
+        default_share=fields.number("rotary_pct", default=0.25),
+    )
+    rotary_dim = int(common.head_dim * rope.rotated_share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= common.head_dim:
+        raise fields.error(
+            "rotary_pct",
+            f"is {rope.rotated_share}; of the {common.head_dim} dimensions of a head it must"
+            " rotate an even number",
+        )
+    return NeoxConfig(
+        architecture=common.architecture,
+        vocab_size=common.vocab_size,
+        max_model_len=common.max_model_len,
+        num_layers=common.num_layers,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        eos_token_ids=common.eos_token_ids,
+        dtype=common.dtype,
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive_int("intermediate_size"),
+        layer_norm_eps=fields.number("layer_norm_eps", default=1e-5),
+        activation=ACTIVATIONS[activation],
+        rope=rope,
+        rotary_dim=rotary_dim,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        attention_bias=fields.boolean("attention_bias", default=True),
+        is_parallel=fields.boolean("use_parallel_residual", default=True),
+    )
