@@ -17,7 +17,6 @@ from gpu_worker.models.linear import Linear
 from gpu_worker.models.llama_config import LlamaConfig
 from kernels import ops
 
-
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
 

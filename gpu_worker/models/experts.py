@@ -44,7 +44,7 @@ class Experts:
         outputs = torch.cat(
             [
                 expert(rows)
-                for expert, rows in zip(self.experts, grouped.split(counts), strict=True)
+                for expert, rows in zip(self.experts, torch.split(grouped, counts), strict=True)
                 if rows.shape[0]
             ]
         )

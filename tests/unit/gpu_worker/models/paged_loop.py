@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from gpu_worker.attention import AttentionMetadata
-from gpu_worker.kv_pool import KvPool
 from gpu_worker.executor import Decoder
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
 from kernels import PAD_SLOT
 
@@ -44,10 +45,17 @@ class PagedLoop:
     """Runs sequences through the paged path; their blocks are scattered over the pool."""
 
     def __init__(
-        self, model: Decoder, block_size: int, num_blocks: int = 128, num_padding: int = 0
+        self,
+        model: Decoder,
+        block_size: int,
+        num_blocks: int = 128,
+        num_padding: int = 0,
+        config: ModelConfig | None = None,
     ) -> None:
+        """`config` is that of the model; it may be left out for native ones, which have it."""
         self.model = model
-        self.pool = KvPool(model.config, num_blocks, block_size, model.embedding.dtype, CPU)
+        dtype = torch.float32 if config is not None else model.embedding.dtype
+        self.pool = KvPool(config or model.config, num_blocks, block_size, dtype, CPU)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
         self._free_blocks = shuffled.tolist()
         self._num_padding = num_padding
