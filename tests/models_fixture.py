@@ -87,7 +87,7 @@ def make_model(
     by_family: dict[str, dict[str, Any]] = {
         "llama": {},
         # A window shorter than most prompts.
-        "gpt_neox": {"initializer_range": 0.5},
+        "gpt_neox": {"initializer_range": 0.35},
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
         "qwen2": {"num_hidden_layers": 3},

@@ -24,6 +24,7 @@ _COMMON: Final = (
     "otlp_traces_endpoint",
 )
 _WORKER: Final = (
+    "model_class",
     "dtype",
     "max_model_len",
     "max_num_seqs",

@@ -14,6 +14,7 @@ _DEVICE: Final = (
     "workers",
     "device",
     "dtype",
+    "model_class",
     "kv_cache_memory_gb",
     "host_kv_memory_gb",
     "gpu_memory_utilization",
@@ -32,6 +33,9 @@ class UpSettings(ProcessSettings):
     """Hugging Face model directory; default: the small model that Quire ships."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
+    model_class: str = ""
+    """Which implementation runs the model: the dotted path of a class of yours, as in
+    package.module:Class (docs/models.md); "transformers"; empty: the worker's choice."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start; on CUDA each takes a device of its own."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"

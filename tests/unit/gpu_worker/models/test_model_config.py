@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from gpu_worker.json_fields import ModelError
-from gpu_worker.model_config import (
-    ModelConfig,
-    load_model_config,
-    resolve_dtype,
-)
+from gpu_worker.model_config import resolve_dtype
+from gpu_worker.model_source import open_model
+from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig
 from gpu_worker.models.rope import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
@@ -40,8 +38,12 @@ def write(directory, generation_config=None, without=(), **changes):
     return directory
 
 
+def read(directory):
+    return open_model(directory).config
+
+
 def test_every_field_of_a_small_config(tmp_path):
-    assert load_model_config(write(tmp_path)) == ModelConfig(
+    assert read(write(tmp_path)) == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=1000,
         hidden_size=64,
@@ -52,13 +54,14 @@ def test_every_field_of_a_small_config(tmp_path):
         intermediate_size=128,
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
-        max_position_embeddings=2048,
+        max_model_len=2048,
         tie_word_embeddings=False,
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        sliding_window=None,
+        windows=(None, None, None),
+        experts=None,
         eos_token_ids=(2,),
         dtype=torch.float32,
     )
@@ -76,7 +79,7 @@ def test_every_field_of_a_small_config(tmp_path):
     ],
 )
 def test_biases_and_norms_of_each_family(tmp_path, family, changes, expected):
-    config = load_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], **changes))
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"], **changes))
     assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == expected
 
 
@@ -90,11 +93,11 @@ def test_biases_and_norms_of_each_family(tmp_path, family, changes, expected):
     ],
 )
 def test_head_dim(tmp_path, changes, head_dim):
-    assert load_model_config(write(tmp_path, **changes)).head_dim == head_dim
+    assert read(write(tmp_path, **changes)).head_dim == head_dim
 
 
 def test_as_many_kv_heads_as_heads_if_unsaid(tmp_path):
-    config = load_model_config(write(tmp_path, without=["num_key_value_heads"]))
+    config = read(write(tmp_path, without=["num_key_value_heads"]))
     assert config.num_kv_heads == 4
 
 
@@ -119,38 +122,94 @@ def test_as_many_kv_heads_as_heads_if_unsaid(tmp_path):
     ],
 )
 def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
-    assert load_model_config(write(tmp_path, **changes)).rope == expected
+    assert read(write(tmp_path, **changes)).rope == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "max_model_len"),
+    ("family", "changes", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 2048),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, 512),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8192}, 2048),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}, 2048),
+        ("Mistral", {}, (4096, 4096, 4096)),
+        ("Mistral", {"sliding_window": None}, (None, None, None)),
+        ("Mistral", {"sliding_window": 512}, (512, 512, 512)),
+        ("Mixtral", {}, (None, None, None)),
+        ("Mixtral", {"sliding_window": 512}, (512, 512, 512)),
+        ("Qwen2", {"sliding_window": 512}, (None, None, None)),
+        ("Qwen2", {"sliding_window": 512, "use_sliding_window": True}, (None, None, None)),
+        (
+            "Qwen2",
+            {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 512, 512),
+        ),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 512,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (512, None, 512),
+        ),
+        ("Llama", {"sliding_window": 512}, (None, None, None)),  # has none, whatever it says
+    ],
+)
+def test_the_window_of_each_layer(tmp_path, family, changes, windows):
+    config = read(write(tmp_path, architectures=[f"{family}ForCausalLM"], **changes))
+    assert config.windows == windows
+    assert config.max_model_len == 2048
+
+
+def test_experts_are_mixtrals(tmp_path):
+    changes = {"num_local_experts": 6, "num_experts_per_tok": 3}
+    assert read(write(tmp_path, **changes)).experts is None
+    config = read(write(tmp_path, architectures=["MixtralForCausalLM"], **changes))
+    assert config.experts == ExpertsConfig(num_experts=6, num_per_token=3)
+    assert (config.rope.theta, config.rms_norm_eps) == (1e6, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share", "rotary_dim"),
+    [
+        ({}, 0.25, 4),
+        ({"rotary_pct": 0.5}, 0.5, 8),
+        ({"rope_parameters": {"partial_rotary_factor": 1.0}}, 1.0, 16),
+    ],
+)
+def test_what_neox_rotates(tmp_path, changes, share, rotary_dim):
+    changes = {"architectures": ["GPTNeoXForCausalLM"], "rotary_emb_base": 5e5, **changes}
+    config = read(write(tmp_path, **changes))
+    assert config.rope == RopeConfig(5e5, None, share)
+    assert config.rotary_dim == rotary_dim
+    assert config.num_kv_heads == 4
+
+
+NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; of the 16 dimensions of a head it must"),
+        (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok is 9; it must be at most num_local_experts, 8",
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 512,
                 "use_sliding_window": True,
+                "layer_types": ["full_attention", "chunked_attention", "full_attention"],
             },
-            512,
+            "layer_types has 'chunked_attention'; known are sliding_attention and full_attention",
         ),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 512,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention"] * 3,
-            },
-            2048,
-        ),
-        ({"sliding_window": 512}, 2048),  # Llama has none, whatever its config says
     ],
 )
-def test_a_sliding_window_limits_the_context(tmp_path, changes, max_model_len):
-    assert load_model_config(write(tmp_path, **changes)).max_model_len == max_model_len
+def test_what_these_families_do_not_support_is_named(tmp_path, changes, message):
+    keys = {"num_key_value_heads": None} if "num_attention_heads" in changes else {}
+    with pytest.raises(ModelError) as caught:
+        read(write(tmp_path, **changes, **keys))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
 
 
 @pytest.mark.parametrize(
@@ -166,19 +225,19 @@ def test_a_sliding_window_limits_the_context(tmp_path, changes, max_model_len):
 )
 def test_eos_token_ids_of_both_files(tmp_path, in_config, generation_config, expected):
     directory = write(tmp_path, generation_config, eos_token_id=in_config)
-    assert load_model_config(directory).eos_token_ids == expected
+    assert read(directory).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_dtype_of_the_checkpoint(tmp_path, field):
-    config = load_model_config(write(tmp_path, **{field: "bfloat16"}))
+    config = read(write(tmp_path, **{field: "bfloat16"}))
     assert config.dtype == torch.bfloat16
     assert resolve_dtype("auto", config) == torch.bfloat16
     assert resolve_dtype("float16", config) == torch.float16
 
 
 def test_an_unknown_dtype_is_refused(tmp_path):
-    config = load_model_config(write(tmp_path))
+    config = read(write(tmp_path))
     with pytest.raises(ModelError, match=r"dtype is 'int3'; it must be auto, float32, float16"):
         resolve_dtype("int3", config)
 
@@ -186,10 +245,6 @@ def test_an_unknown_dtype_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["BertModel"]},
-            "architectures names BertModel; supported are LlamaForCausalLM, MistralForCausalLM",
-        ),
         ({"architectures": None}, "architectures must be a list of one name"),
         ({"hidden_size": "64"}, "hidden_size is '64'; it must be a positive integer"),
         ({"hidden_size": 0}, "hidden_size is 0; it must be a positive integer"),
@@ -231,7 +286,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
-        load_model_config(write(tmp_path, **changes))
+        read(write(tmp_path, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
 
 
@@ -240,18 +295,18 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
 )
 def test_a_missing_field_is_named(tmp_path, field):
     with pytest.raises(ModelError, match=rf"config\.json: {field} is missing"):
-        load_model_config(write(tmp_path, without=[field]))
+        read(write(tmp_path, without=[field]))
 
 
 def test_files_that_are_absent_or_no_json_objects(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file"):
-        load_model_config(tmp_path)
+        read(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not JSON: .*line 1"):
-        load_model_config(tmp_path)
+        read(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\x00")
     with pytest.raises(ModelError, match=r"config\.json is not JSON"):
-        load_model_config(tmp_path)
+        read(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json must hold a JSON object, not list"):
-        load_model_config(tmp_path)
+        read(tmp_path)

@@ -1,0 +1,155 @@
+"""Decoders of transformers through paged attention, against themselves."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from gpu_worker.json_fields import ModelError
+from gpu_worker.model_source import open_model
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
+from tests.unit.gpu_worker.models.test_decoder import NUM_TOKENS, greedy_of_transformers
+
+ALTERNATING = ["sliding_attention", "full_attention"]
+# Its embeddings are scaled by 8, and would drown the layers if they were not small and several.
+GEMMA = {
+    "head_dim": 16,
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 6,
+    "initializer_range": 0.02,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+FAMILIES = {
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
+    # The head dim of its keys is 24, of its values 12.
+    "deepseek_v3": EXPERTS
+    | {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
+    "gemma2": GEMMA
+    | {
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3_text": GEMMA | {"layer_types": ALTERNATING * 3},
+    "gpt2": {},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 20, "pad_token_id": 0},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
+    "olmo2": {},
+    "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
+    "phi": {"initializer_range": 0.3},
+    "phi3": {"sliding_window": 30, "pad_token_id": 0},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 20, "initializer_range": 0.3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family):
+    directory = model_dirs.get(family, **FAMILIES[family])
+    source = open_model(directory)
+    model = source.load(torch.float32, CPU, lambda _: None)
+    sequences = [
+        Sequence(random_prompt(length, seed=length), start_step=4 * i)
+        for i, length in enumerate((41, 1, 70))
+    ]
+    PagedLoop(model, block_size=8, config=source.config).generate(
+        sequences, NUM_TOKENS, chunk_len=13
+    )
+    distinct = set()
+    for sequence in sequences:
+        tokens, logits = greedy_of_transformers(directory, sequence.prompt, NUM_TOKENS)
+        assert sequence.output == tokens
+        torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
+        distinct |= set(tokens)
+    assert len(distinct) > NUM_TOKENS // 4, "a repetitive model would test little"
+
+
+def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
+    directory = model_dirs.get("mistral")
+    outputs = []
+    for model_class in ("", "transformers"):
+        source = open_model(directory, model_class)
+        model = source.load(torch.float32, CPU, lambda _: None)
+        sequence = Sequence(random_prompt(41, seed=1))
+        PagedLoop(model, block_size=8, config=source.config).generate([sequence], 32)
+        outputs.append((type(model).__name__, sequence.output))
+    assert [name for name, _ in outputs] == ["Decoder", "TransformersModel"]
+    assert outputs[0][1] == outputs[1][1]
+
+
+def test_the_config_is_what_the_model_does(model_dirs):
+    config = open_model(model_dirs.get("deepseek_v3", **FAMILIES["deepseek_v3"])).config
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 4, 24)
+    assert (config.vocab_size, config.max_model_len) == (500, 512)
+    assert config.eos_token_ids == (1,)
+
+
+def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    directory = model_dirs.get(
+        "phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=0
+    )
+    assert open_model(directory).config.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("falcon", {}, "its attention does not go through transformers' attention interface"),
+        ("gptj", {}, "its attention does not go through transformers' attention interface"),
+        ("bloom", {}, "it takes no position_ids"),
+        ("mamba", {}, "it has state other than keys and values"),
+        ("bert", {}, "layer 0 is not causal"),
+        ("llama4_text", {"head_dim": 16}, "it has layers of type chunked_attention"),
+        ("t5", {}, "it is no causal language model of transformers"),
+    ],
+)
+def test_what_paged_attention_cannot_serve_is_refused(tmp_path, family, overrides, reason):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **sizes, **overrides)
+    config.architectures = ["SomeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        open_model(tmp_path)
+    assert str(caught.value).endswith(f"architectures names SomeForCausalLM: {reason}")
+
+
+def test_an_architecture_that_nobody_has_is_named(tmp_path):
+    fields = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=r"cannot be read by transformers: .*nobodys"):
+        open_model(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dirs, tmp_path):
+    directory = model_dirs.get("gpt2")
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    fields = json.loads((directory / "config.json").read_text()) | {"n_layer": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    source = open_model(tmp_path)
+    with pytest.raises(ModelError, match=r"has missing keys: transformer\.h\.2\.attn\.c_attn"):
+        source.load(torch.float32, CPU, lambda _: None)
