@@ -9,9 +9,15 @@ from itertools import count
 from typing import Any, Final
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 
 from gpu_worker.json_fields import ModelError
+from gpu_worker.models.attention_masks import MaskFunction, read_window
 
 _numbers = count()
 
@@ -44,6 +50,7 @@ class AttentionCall:
     head_dim: int
     """Of keys; values may have fewer."""
     window: int | None
+    """None if it is as long as the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +87,34 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
     )
 
 
-def record_calls(config: PreTrainedConfig) -> tuple[AttentionCall, ...]:
+def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[AttentionCall, ...]:
     """Every attention of one forward pass, by layer.
 
-    The model is built on the meta device, where tensors have shapes but no contents.
+    The model is built on the meta device, where tensors have shapes but no contents. Its masks are
+    looked at up to `max_model_len` tokens.
 
     Raises:
         ModelError: it attends in a way that paged attention does not, or not as often as it has
             layers; the message does not name the model.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(max_model_len)
     config = copy.deepcopy(config)
     _make_rotation_static(config)
-    name = register_attention(recorder)
+    name = register_attention(recorder.attend)
+    AttentionMaskInterface.register(name, recorder.mask)
     try:
         with torch.device("meta"), torch.inference_mode():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=name, experts_implementation="batched_mm"
             ).eval()
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
-            model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+            model.base_model(
+                input_ids=tokens,
+                position_ids=tokens,
+                # Without it, transformers would look for several sequences in `position_ids`.
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+            )
     except ModelError:
         raise
     except Exception as error:  # whatever its code raises
@@ -113,16 +128,42 @@ def record_calls(config: PreTrainedConfig) -> tuple[AttentionCall, ...]:
         raise ModelError(
             f"of its {config.num_hidden_layers} layers these attend: {layers}; each must, once"
         )
-    return tuple(sorted(recorder.calls, key=lambda call: call.layer))
+    calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
+    _refuse_window_in_mask_only(config, calls, recorder.mask_windows)
+    return calls
+
+
+def _refuse_window_in_mask_only(
+    config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
+) -> None:
+    """Refuse layers whose mask has a window that they do not ask attention for.
+
+    A model may make a mask for each kind of layer, also for kinds that it has no layer of.
+    """
+    layer_types = getattr(config, "layer_types", None) or [None] * len(calls)
+    for call, layer_type in zip(calls, layer_types, strict=True):
+        is_unasked = bool(mask_windows) and call.window not in mask_windows
+        if layer_type == "sliding_attention" and call.window is None:
+            is_unasked = bool(mask_windows - {None})
+        if is_unasked:
+            raise ModelError(
+                f"layer {call.layer} asks attention for window {call.window}, but its masks are"
+                f" for {sorted(mask_windows, key=str)}"
+            )
 
 
 class _Recorder:
-    """An attention that writes down what it is asked and computes nothing."""
+    """An attention, and its masks, that write down what is asked and compute nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int) -> None:
         self.calls: list[AttentionCall] = []
+        self.mask_windows: set[int | None] = set()
+        self._max_model_len = max_model_len
 
-    def __call__(
+    def mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> None:
+        self.mask_windows.add(read_window(mask_function, self._max_model_len))
+
+    def attend(
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -136,7 +177,10 @@ class _Recorder:
             raise ModelError(f"{type(module).__name__} has no layer_idx")
         _refuse_other_attention(f"layer {layer}", module, query, key, value, mask, given)
         options = read_options(query, given)
-        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], options.window))
+        window = options.window
+        if window is not None and window >= self._max_model_len:
+            window = None
+        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
         attended = query.new_empty(*query.shape[:3], value.shape[3])
         return attended.transpose(1, 2), None
 

@@ -53,9 +53,9 @@ class TransformersSource:
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         try:
             _refuse_config(self._hf_config)
-            calls = record_calls(self._hf_config)
-            _refuse_calls(self._hf_config, calls)
             max_model_len = _max_model_len(self._hf_config)
+            calls = record_calls(self._hf_config, max_model_len)
+            _refuse_calls(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
@@ -242,14 +242,10 @@ def _refuse_config(config: PreTrainedConfig) -> None:
         raise ModelError("it takes no position_ids")
 
 
-def _refuse_calls(config: PreTrainedConfig, calls: tuple[AttentionCall, ...]) -> None:
+def _refuse_calls(calls: tuple[AttentionCall, ...]) -> None:
     shapes = sorted({(call.num_kv_heads, call.head_dim) for call in calls})
     if len(shapes) > 1:
         raise ModelError(f"its layers differ in kv heads or head dim: {shapes}; the pool has one")
-    layer_types = getattr(config, "layer_types", None) or ()
-    for call, kind in zip(calls, layer_types, strict=False):
-        if (kind == "sliding_attention") != (call.window is not None):
-            raise ModelError(f"layer {call.layer} is a {kind}, with window {call.window}")
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

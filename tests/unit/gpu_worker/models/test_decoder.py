@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.models_fixture import NATIVE_FAMILIES
+from tests.unit.gpu_worker.models.against_transformers import (
+    NUM_TOKENS,
+    assert_equals_transformers,
+)
 from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
-
-NUM_TOKENS = 128
 
 VARIANTS = [
     *((family, {}) for family in NATIVE_FAMILIES),
@@ -51,42 +52,25 @@ VARIANTS = [
 ]
 
 
-@torch.inference_mode()
-def greedy_of_transformers(directory, prompt, num_tokens):
-    """The tokens, and the logits float32[prompt + tokens - 1, V] of every position computed."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    token_ids, cache, output, logits = prompt, None, [], []
-    for _ in range(num_tokens):
-        result = model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        logits.append(result.logits[0])
-        output.append(int(result.logits[0, -1].argmax()))
-        token_ids = output[-1:]
-    return output, torch.cat(logits)
-
-
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family, overrides, block_size):
     directory = model_dirs.get(family, **overrides)
-    prompt = random_prompt(41, seed=1)
-    expected_output, expected_logits = greedy_of_transformers(directory, prompt, NUM_TOKENS)
-    sequence = Sequence(prompt)
+    sequence = Sequence(random_prompt(41, seed=1))
     PagedLoop(load(directory), block_size).generate([sequence], NUM_TOKENS)
-    assert sequence.output == expected_output
-    torch.testing.assert_close(torch.stack(sequence.logits), expected_logits, rtol=0, atol=1e-4)
-    assert len(set(expected_output)) > NUM_TOKENS // 4, "a repetitive model would test little"
+    assert_equals_transformers(directory, sequence)
+    assert len(set(sequence.output)) > NUM_TOKENS // 4, "a repetitive model would test little"
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_sequences_of_mixed_lengths_in_one_batch_get_the_tokens_they_get_alone(model_dirs, family):
+def test_sequences_of_mixed_lengths_in_one_batch_equal_transformers(model_dirs, family):
     directory = model_dirs.get(family)
     prompts = [random_prompt(length, seed=length) for length in (1, 15, 16, 17, 50)]
     together = [Sequence(prompt, start_step=3 * i) for i, prompt in enumerate(prompts)]
     model = load(directory)
     PagedLoop(model, block_size=8, num_blocks=256).generate(together, NUM_TOKENS)
-    for prompt, sequence in zip(prompts, together, strict=True):
-        assert sequence.output == greedy_of_transformers(directory, prompt, NUM_TOKENS)[0]
+    for sequence in together:
+        assert_equals_transformers(directory, sequence)
 
 
 def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs):

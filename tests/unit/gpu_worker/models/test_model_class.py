@@ -10,8 +10,11 @@ import torch
 
 from gpu_worker.json_fields import ModelError
 from gpu_worker.model_source import open_model
+from tests.unit.gpu_worker.models.against_transformers import (
+    NUM_TOKENS,
+    assert_equals_transformers,
+)
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
-from tests.unit.gpu_worker.models.test_decoder import NUM_TOKENS, greedy_of_transformers
 
 DOCS = Path(__file__).parents[4] / "docs/models.md"
 PATH = "my_models.gpt2:Gpt2"
@@ -49,9 +52,7 @@ def test_the_documented_example_is_gpt2(model_dirs):
         sequences, NUM_TOKENS, chunk_len=11
     )
     for sequence in sequences:
-        tokens, logits = greedy_of_transformers(directory, sequence.prompt, NUM_TOKENS)
-        assert sequence.output == tokens
-        torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
+        assert_equals_transformers(directory, sequence)
 
 
 @pytest.mark.usefixtures("example")

@@ -8,8 +8,14 @@ from transformers import AutoConfig
 
 from gpu_worker.json_fields import ModelError
 from gpu_worker.model_source import open_model
+from gpu_worker.models import attention_calls
+from gpu_worker.models.attention_calls import AttentionOptions
+from gpu_worker.models.attention_masks import read_window
+from tests.unit.gpu_worker.models.against_transformers import (
+    NUM_TOKENS,
+    assert_equals_transformers,
+)
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
-from tests.unit.gpu_worker.models.test_decoder import NUM_TOKENS, greedy_of_transformers
 
 ALTERNATING = ["sliding_attention", "full_attention"]
 # Its embeddings are scaled by 8, and would drown the layers if they were not small and several.
@@ -71,12 +77,9 @@ def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family):
     PagedLoop(model, block_size=8, config=source.config).generate(
         sequences, NUM_TOKENS, chunk_len=13
     )
-    distinct = set()
     for sequence in sequences:
-        tokens, logits = greedy_of_transformers(directory, sequence.prompt, NUM_TOKENS)
-        assert sequence.output == tokens
-        torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
-        distinct |= set(tokens)
+        assert_equals_transformers(directory, sequence)
+    distinct = {token for sequence in sequences for token in sequence.output}
     assert len(distinct) > NUM_TOKENS // 4, "a repetitive model would test little"
 
 
@@ -121,7 +124,7 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
         ("gptj", {}, "its attention does not go through transformers' attention interface"),
         ("bloom", {}, "it takes no position_ids"),
         ("mamba", {}, "it has state other than keys and values"),
-        ("bert", {}, "layer 0 is not causal"),
+        ("bert", {}, "its masks are neither causal nor a sliding window"),
         ("llama4_text", {"head_dim": 16}, "it has layers of type chunked_attention"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
@@ -134,6 +137,50 @@ def test_what_paged_attention_cannot_serve_is_refused(tmp_path, family, override
     with pytest.raises(ModelError) as caught:
         open_model(tmp_path)
     assert str(caught.value).endswith(f"architectures names SomeForCausalLM: {reason}")
+
+
+def causal(_batch, _head, query, key):
+    return key <= query
+
+
+def test_masks_that_are_windows():
+    assert read_window(causal, 100) is None
+    assert read_window(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 7), 100) == 7
+    assert read_window(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 100), 100) is None
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda _b, _h, q, k: k <= q + 1,
+        lambda _b, _h, _q, _k: torch.ones((), dtype=torch.bool),
+        lambda _b, _h, q, k: (k <= q) & (k // 16 == q // 16),  # chunks
+        lambda _b, _h, q, k: (k <= q) | (k < 4),  # a prefix
+    ],
+)
+def test_other_masks_are_refused(sees):
+    with pytest.raises(ModelError, match="its masks are neither causal nor a sliding window"):
+        read_window(sees, 128)
+
+
+def test_masks_that_read_tensors_are_refused():
+    on_meta = torch.ones(128, dtype=torch.bool, device="meta")
+    with pytest.raises(ModelError, match="its masks depend on what they are for"):
+        read_window(lambda _b, _h, q, k: (k <= q) & on_meta[k], 128)
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
+def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
+    monkeypatch.setattr(attention_calls, "read_options", options_without_window)
+    fields = {"layer_types": layer_types} if layer_types else {}
+    family = "cohere2" if layer_types else "starcoder2"
+    directory = model_dirs.get(family, sliding_window=20, **fields)
+    with pytest.raises(ModelError, match=r"layer \d asks attention for window None, but its masks"):
+        open_model(directory)
+
+
+def options_without_window(_query, _given):
+    return AttentionOptions(scale=1.0, window=None, softcap=None, sinks=None)
 
 
 def test_an_architecture_that_nobody_has_is_named(tmp_path):

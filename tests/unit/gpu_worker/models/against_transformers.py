@@ -1,0 +1,29 @@
+"""Compares what a sequence got with what `transformers` would have generated, greedily in fp32."""
+
+import functools
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.unit.gpu_worker.models.paged_loop import Sequence
+
+NUM_TOKENS = 128
+
+
+@functools.lru_cache(maxsize=8)
+def _reference(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
+    """Fail unless every token is the likeliest to transformers after those before it.
+
+    So, one after another, they are what it would generate. One pass over all of them tells, and
+    compares the logits of every position too.
+    """
+    token_ids = torch.tensor([sequence.tokens[:-1]])
+    logits = _reference(directory)(token_ids, use_cache=False).logits[0]
+    assert sequence.output == logits[len(sequence.prompt) - 1 :].argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
