@@ -61,7 +61,6 @@ class _CheckpointSource:
     """A model that is built from the tensors of its checkpoint."""
 
     def __init__(self, directory: Path, fields: JsonFields, family: _Family) -> None:
-        refuse_quantized(fields)
         self.config = family.read_config(fields)
         self._directory = directory
         self._family = family
@@ -93,6 +92,7 @@ def open_model(directory: Path, model_class: str = "") -> ModelSource:
     fields = read_json(directory / "config.json")
     if model_class and model_class != _TRANSFORMERS:
         return _CheckpointSource(directory, fields, _import_family(model_class))
+    refuse_quantized(fields)
     architecture = read_architecture(fields)
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
         return _CheckpointSource(directory, fields, _NATIVE[architecture])
@@ -107,7 +107,6 @@ def open_model(directory: Path, model_class: str = "") -> ModelSource:
             f"names {architecture}; without the package transformers supported are"
             f" {', '.join(_NATIVE)}; with it (pip install 'quire[transformers]') most decoders",
         ) from error
-    refuse_quantized(fields)
     return TransformersSource(directory, fields)
 
 

@@ -73,9 +73,10 @@ def test_sequences_of_mixed_lengths_in_one_batch_equal_transformers(model_dirs, 
         assert_equals_transformers(directory, sequence)
 
 
-def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs):
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_neox"])
+def test_a_decode_has_the_same_bits_alone_and_in_company(model_dirs, family):
     # Wide enough that the down projection's sums would be split for a lone row.
-    model = load(model_dirs.get("llama", intermediate_size=1600))
+    model = load(model_dirs.get(family, intermediate_size=1600))
     prompts = [random_prompt(length, seed=length) for length in (16, 16, 32, 48)]
     together = [Sequence(prompt) for prompt in prompts]
     PagedLoop(model, block_size=16).generate(together, 32)
