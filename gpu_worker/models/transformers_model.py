@@ -162,6 +162,8 @@ class TransformersModel:
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
         if missing:  # the pool has one head dim for both
             value = functional.pad(value, (0, missing))
+        # Some models rotate queries and keys in float32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         attended = paged_attention(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
