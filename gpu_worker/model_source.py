@@ -98,7 +98,7 @@ def open_model(directory: Path, model_class: str = "") -> ModelSource:
         return _CheckpointSource(directory, fields, _NATIVE[architecture])
     try:
         # Here, not above: it is not needed by every worker, and takes seconds.
-        from gpu_worker.models.transformers_model import TransformersSource  # noqa: PLC0415
+        from gpu_worker.models.transformers_source import TransformersSource  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

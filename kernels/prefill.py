@@ -94,8 +94,9 @@ def _attend_chunks_kernel(
     q_row = query + token * query_stride_t + head * query_stride_h
     q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
 
-    row_position = seq_len - query_len + index
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
+    # Rows past the chunk see what its last token does: a row that sees nothing divides by zero.
+    row_position = tl.minimum(seq_len - query_len + index, end - 1)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     if sinks is None:
         # Finite, but below any score: a row may see no position of its first tile, by the window.

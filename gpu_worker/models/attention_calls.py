@@ -99,7 +99,8 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
     """
     recorder = _Recorder(max_model_len)
     config = copy.deepcopy(config)
-    _make_rotation_static(config)
+    for rope in batch_dependent_ropes(config):
+        rope["rope_type"] = "default"  # those read the positions, which here have no contents
     name = register_attention(recorder.attend)
     AttentionMaskInterface.register(name, recorder.mask)
     try:
@@ -216,8 +217,11 @@ def _refuse_other_attention(
             raise ModelError(f"{layer} asks attention for {name}, which is not supported")
 
 
-def _make_rotation_static(config: PreTrainedConfig) -> None:
-    """Replace rotary embeddings that read the positions, which here have no contents."""
-    rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        rope["rope_type"] = "default"
+def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary embeddings of a config that change with the longest sequence of a batch."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
+    by_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    ropes = by_layer_type if "rope_type" not in parameters else [parameters]
+    return [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]

@@ -27,13 +27,13 @@ def read_window(sees: MaskFunction, num_positions: int) -> int | None:
     for query in (last, max(0, last - 1), last // 2, 0):
         try:
             seen = torch.as_tensor(sees(zero, zero, positions[query], positions), device="cpu")
-            visible = seen.expand(num_positions).tolist()
+            visible = seen.expand(num_positions)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise ModelError(f"its masks depend on what they are for: {error}") from error
         if query == last:
-            num_visible = sum(visible)
+            num_visible = int(visible.sum())
             window = num_visible if num_visible < num_positions else None
         first = 0 if window is None else max(0, query - window + 1)
-        if visible != [first <= key <= query for key in range(num_positions)]:
+        if not torch.equal(visible, (positions >= first) & (positions <= query)):
             raise ModelError("its masks are neither causal nor a sliding window")
     return window
