@@ -2,20 +2,27 @@
 
 A block is in one of three states, told by its reference count and whether it has a hash:
 
-    ref_count > 0            held: by block tables, by steps in flight, by swap-ins under way
-    ref_count = 0, a hash    cached: findable, and evicted oldest first when blank ones run out
+    ref_count > 0            held: by block tables, pins, steps in flight, swap-ins under way
+    ref_count = 0, a hash    cached: findable, and evicted in order when blank ones run out
     ref_count = 0, no hash   blank
 
 Cached and blank blocks are both *free*. A held block may have a hash too; it is then shared by
 whoever finds it. Only a block with one holder and no hash is ever written.
+
+Blank blocks at or beyond the *border* are given last, so that what defragmentation has emptied
+stays empty. At first there are none.
 """
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NewType, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.eviction import Eviction, make_eviction_order
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)
@@ -32,21 +39,24 @@ class BlockPool(Generic[BlockIdT]):
         num_blocks: int,
         block_id: Callable[[int], BlockIdT],
         on_evict: Callable[[BlockIdT, BlockHash], None] | None = None,
+        eviction: Eviction = Eviction.LRU,
     ) -> None:
         """`on_evict` hears of each cached block that `allocate` gives away, and of its hash."""
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._ref_counts = [0] * num_blocks
+        self._ref_counts = array("i", bytes(4 * num_blocks))
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._hash_to_block: dict[BlockHash, BlockIdT] = {}
-        # A stack, so that low numbers are used first and again, and the pool's end stays empty.
+        self._cached = make_eviction_order(eviction)
+        self._border = num_blocks
+        # Stacks, so that low numbers are used first and again, and the pool's end stays empty.
         self._blank = [block_id(b) for b in reversed(range(num_blocks))]
-        self._cached: OrderedDict[BlockIdT, BlockHash] = OrderedDict()
+        self._blank_beyond: list[BlockIdT] = []
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give: blank and cached."""
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + len(self._blank_beyond) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -56,24 +66,27 @@ class BlockPool(Generic[BlockIdT]):
     @property
     def num_blank(self) -> int:
         """Blocks that `allocate` can give without evicting one."""
-        return len(self._blank)
+        return len(self._blank) + len(self._blank_beyond)
 
     def ref_count(self, block: BlockIdT) -> int:
         """Return how many hold `block`."""
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[BlockIdT]:
-        """Take `count` blocks, each with one holder and no hash: blank, then the oldest cached.
+        """Take `count` blocks, each with one holder and no hash: blank, then cached, in order.
 
         Raises:
             BrokenInvariantError: `count` exceeds `num_free`, which the caller checks first.
         """
         if count > self.num_free:
             raise BrokenInvariantError(f"allocate({count}) with {self.num_free} free blocks")
-        blocks = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
+        blocks = _pop(self._blank, count)
+        if len(blocks) < count:
+            blocks += _pop(self._blank_beyond, count - len(blocks))
         while len(blocks) < count:
-            block, block_hash = self._cached.popitem(last=False)
-            self._unpublish(block)
+            block_hash = self._cached.pop()
+            block = self._hash_to_block.pop(block_hash)
+            self._hashes[block] = None
             blocks.append(block)
             if self._on_evict is not None:
                 self._on_evict(block, block_hash)
@@ -84,18 +97,24 @@ class BlockPool(Generic[BlockIdT]):
     def share(self, blocks: Iterable[BlockIdT]) -> None:
         """Add a holder to each block, which is held or cached."""
         for block in blocks:
+            block_hash = self._hashes[block]
             if self._ref_counts[block] == 0:
-                if block not in self._cached:
+                if block_hash is None:
                     raise BrokenInvariantError(f"share of blank block {block}")
-                del self._cached[block]
+                self._cached.remove(block_hash)
+            if block_hash is not None:
+                self._cached.hit(block_hash)
             self._ref_counts[block] += 1
 
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
-        """Remove a holder from each block of a table.
+        """Remove a holder from each block of a table, or of a table's end.
 
         The table's last blocks become free first, so they are evicted before the prefixes they
         continue, without which they could not be found.
         """
+        if self._cached.minds_tables:
+            hashes = (self._hashes[block] for block in reversed(blocks))
+            self._cached.note_table([block_hash for block_hash in hashes if block_hash is not None])
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
             if count < 0:
@@ -103,9 +122,9 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] = count
             if count == 0:
                 if (block_hash := self._hashes[block]) is None:
-                    self._blank.append(block)
+                    self._add_blank(block)
                 else:
-                    self._cached[block] = block_hash
+                    self._cached.add(block_hash)
 
     def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
         """Make a held, full block findable. If another block has this content, that one stays."""
@@ -116,10 +135,14 @@ class BlockPool(Generic[BlockIdT]):
     def forget(self, blocks: Iterable[BlockIdT]) -> None:
         """Make blocks unfindable, because their content is not to be trusted."""
         for block in blocks:
-            self._unpublish(block)
-            if block in self._cached:
-                del self._cached[block]
-                self._blank.append(block)
+            if (block_hash := self._hashes[block]) is None:
+                continue
+            if self._ref_counts[block] == 0:
+                self._cached.remove(block_hash)
+                self._add_blank(block)
+            self._cached.forget(block_hash)
+            del self._hash_to_block[block_hash]
+            self._hashes[block] = None
 
     def find(self, hashes: Iterable[BlockHash]) -> list[BlockIdT]:
         """Return the blocks of the longest prefix of `hashes` that is findable; changes nothing."""
@@ -131,8 +154,64 @@ class BlockPool(Generic[BlockIdT]):
             blocks.append(block)
         return blocks
 
-    def _unpublish(self, block: BlockIdT) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            del self._hash_to_block[block_hash]
-            self._hashes[block] = None
+    # --- defragmentation ------------------------------------------------------------------------
+
+    @property
+    def ref_counts(self) -> npt.NDArray[np.int32]:
+        """int32[num_blocks]: how many hold each block; a view that follows what happens."""
+        counts = np.frombuffer(self._ref_counts, np.int32) if self.num_blocks else _NO_COUNTS
+        counts.flags.writeable = False
+        return counts
+
+    def is_cached(self, block: BlockIdT) -> bool:
+        """Whether nobody holds `block`, and it can still be found by hash."""
+        return self._ref_counts[block] == 0 and self._hashes[block] is not None
+
+    def set_border(self, border: int) -> None:
+        """Give blank blocks below `border` first, lowest first, and those beyond it last."""
+        blank = sorted(self._blank + self._blank_beyond, reverse=True)
+        self._border = border
+        self._blank = [block for block in blank if block < border]
+        self._blank_beyond = [block for block in blank if block >= border]
+
+    def allocate_below_border(self) -> BlockIdT | None:
+        """Take a blank block below the border, with one holder; None: there is none."""
+        if not self._blank:
+            return None
+        block = self._blank.pop()
+        self._ref_counts[block] = 1
+        return block
+
+    def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
+        """Let two blocks, neither of them blank, change numbers.
+
+        Holders, hash and place in the order of eviction go with the content, which the caller has
+        moved; so have the holders of each to learn its new number.
+
+        Raises:
+            BrokenInvariantError: One is blank: there is no content to move.
+        """
+        for block in (one, other):
+            if self._ref_counts[block] == 0 and self._hashes[block] is None:
+                raise BrokenInvariantError(f"exchange of blank block {block}")
+        counts, hashes = self._ref_counts, self._hashes
+        counts[one], counts[other] = counts[other], counts[one]
+        hashes[one], hashes[other] = hashes[other], hashes[one]
+        for block in (one, other):
+            if (block_hash := self._hashes[block]) is not None:
+                self._hash_to_block[block_hash] = block
+
+    def _add_blank(self, block: BlockIdT) -> None:
+        (self._blank if block < self._border else self._blank_beyond).append(block)
+
+
+_NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+
+def _pop(stack: list[BlockIdT], count: int) -> list[BlockIdT]:
+    """Take up to `count` from a stack, as one after the other."""
+    start = max(0, len(stack) - count)
+    taken = stack[start:]
+    del stack[start:]
+    taken.reverse()
+    return taken

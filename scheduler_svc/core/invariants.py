@@ -92,7 +92,9 @@ def _expect(condition: object, what: str) -> None:
 
 
 def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
-    blocks = pool._blank + list(pool._cached)  # noqa: SLF001
+    cached = [pool._hash_to_block[block_hash] for block_hash in pool._cached]  # noqa: SLF001
+    blank = pool._blank + pool._blank_beyond  # noqa: SLF001
+    blocks = blank + cached
     free = set(blocks)
     _expect(len(free) == len(blocks), "a block is free twice")
     _expect(free.isdisjoint(holders), f"blocks {free & set(holders)} are held and free")
@@ -100,8 +102,11 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
     for block in free | set(holders):
         refs = pool.ref_count(block)
         _expect(refs == holders[block], f"block {block}: {refs} counted, {holders[block]} hold it")
-    for block, block_hash in pool._cached.items():  # noqa: SLF001
-        _expect(pool._hashes[block] == block_hash, f"block {block} is cached under another hash")  # noqa: SLF001
+    _expect(all(map(pool.is_cached, cached)), "a block is in the order of eviction but not cached")
+    for block in blank:
+        _expect(pool._hashes[block] is None, f"block {block} is blank but can be found")  # noqa: SLF001
+        is_below = block in pool._blank  # noqa: SLF001
+        _expect(is_below == (block < pool._border), f"block {block} is across the border")  # noqa: SLF001
     for block_hash, block in pool._hash_to_block.items():  # noqa: SLF001
         _expect(pool._hashes[block] == block_hash, f"block {block} is found by another's hash")  # noqa: SLF001
     _expect(

@@ -23,7 +23,7 @@ class WaitingQueue:
         self._long = _Lane(policy)
         self._seq_id_to_lane: dict[SeqId, _Lane] = {}
         self._num_waiting: dict[str, int] = {}  # by account
-        self._deadlines = MarkedHeap()
+        self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
     def __len__(self) -> int:
         return len(self._seq_id_to_lane)
@@ -44,7 +44,7 @@ class WaitingQueue:
             self._policy.began_waiting(account)
         lane.push(seq)
         if seq.request.deadline is not None:
-            self._deadlines.push((seq.request.deadline,), seq)
+            self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out, wherever it is."""
@@ -76,14 +76,15 @@ class _Lane:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._bands: list[Key] = []  # sorted: those that have lines
-        self._lines: dict[Key, dict[str, MarkedHeap]] = {}
+        self._lines: dict[Key, dict[str, MarkedHeap[Sequence]]] = {}
 
     def push(self, seq: Sequence) -> None:
         place = seq.place
         if place.band not in self._lines:
             insort(self._bands, place.band)
             self._lines[place.band] = {}
-        self._lines[place.band].setdefault(place.account, MarkedHeap()).push(place.key, seq)
+        line = self._lines[place.band].setdefault(place.account, MarkedHeap())
+        line.push(place.key, seq, seq.seq_id)
 
     def remove(self, seq: Sequence) -> None:
         place = seq.place
