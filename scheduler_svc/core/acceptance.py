@@ -1,8 +1,13 @@
-"""Which requests can be served at all: limits of length and of time."""
+"""Which requests are taken on: limits of length, time and number, and what is switched off."""
 
 from collections.abc import Callable
 
-from scheduler_svc.core.errors import DeadlineError, RequestTooLongError
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    NoPrefixCacheError,
+    QueueFullError,
+    RequestTooLongError,
+)
 from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import Request
 
@@ -25,6 +30,31 @@ def check_length(request: Request, max_request_len: int) -> None:
                 f"output {index} has {len(output.token_ids)} tokens and is not finished; "
                 f"max_tokens is {request.max_tokens}"
             )
+
+
+def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
+    """Check that a prompt that is to be pinned can be.
+
+    Raises:
+        NoPrefixCacheError: There is nothing to pin it in.
+    """
+    if request.cache_pin_s is not None and not has_prefix_cache:
+        raise NoPrefixCacheError(
+            f"cache_pin_s is {request.cache_pin_s}, but prefix caching is switched off"
+        )
+
+
+def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
+    """Check that there is room for a new request beside `num_waiting` sequences.
+
+    Raises:
+        QueueFullError: There is not. No request that was live before is refused for that.
+    """
+    if not request.outputs and num_waiting + request.n > max_waiting:
+        raise QueueFullError(
+            f"the queue is full: {num_waiting} sequences wait, and this request has "
+            f"{request.n} more; the limit is {max_waiting}"
+        )
 
 
 def check_deadline(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from scheduler_svc.core.eviction import Eviction
+
 
 class PreemptionMode(StrEnum):
     """What becomes of the KV of a sequence that is preempted."""
@@ -33,6 +35,16 @@ class SchedulerConfig:
     """Most sequences that may wait."""
     enable_prefix_caching: bool = True
     """Whether full blocks are found again by content."""
+    eviction: Eviction = Eviction.LRU
+    """Which cached block goes first, in every tier."""
+    max_pinned_share: float = 0.25
+    """Share of the device blocks that pins may hold together."""
+    defragment_interval_s: float = 10.0
+    """How often fragmentation is looked at; 0: never."""
+    defragment_threshold: float = 1.0
+    """Fragmentation rate from which blocks are then moved; no rate is as high as 1."""
+    max_defragment_moves: int = 32
+    """Most blocks that defragmentation moves in one step."""
     watermark: float = 0.01
     """Share of the blocks that admission leaves free for the running sequences to grow into."""
     max_prefill_chunk: int | None = None
@@ -74,6 +86,7 @@ class SchedulerConfig:
             "max_model_len",
             "max_waiting",
             "max_long_prefills",
+            "max_defragment_moves",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -86,6 +99,7 @@ class SchedulerConfig:
             "bytes_per_block",
             "swap_bytes_per_s",
             "prefill_tokens_per_s",
+            "defragment_interval_s",
         ):
             if not getattr(self, name) >= 0:  # also for NaN
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -97,6 +111,9 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        for name in ("max_pinned_share", "defragment_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,8 @@ class SchedulerLoad:
     """Blank blocks: they hold nothing."""
     num_cached_blocks: int
     """Blocks that nobody holds and that the prefix cache can still find."""
+    num_pinned_blocks: int
+    """Blocks that pins keep in the prefix cache; sequences may hold some of them, too."""
     block_size: int
     num_preemptions: int
     prefix_cache_queries: int
@@ -136,3 +155,7 @@ class SchedulerLoad:
     """Cached blocks copied to the host when the device needed their room, since the start."""
     num_promoted_blocks: int
     """Blocks that admission found on the host, since the start."""
+    num_moved_blocks: int
+    """Blocks that defragmentation has moved, since the start; two that change places are two."""
+    num_defragmentations: int
+    """Passes of defragmentation that have ended, since the start."""

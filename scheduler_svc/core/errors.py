@@ -13,6 +13,10 @@ class RequestTooLongError(RequestRefusedError):
     """A request that could never finish, whatever else runs."""
 
 
+class NoPrefixCacheError(RequestRefusedError):
+    """A request that wants its prompt pinned in a prefix cache that there is not."""
+
+
 class DeadlineError(RequestRefusedError):
     """A request whose deadline has passed, or cannot be met even if nothing else runs."""
 

@@ -12,10 +12,10 @@ are evicted before those ahead of them:
            among equals as lru
 """
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from typing import Protocol
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.marked_heap import MarkedHeap
@@ -32,35 +32,29 @@ class Eviction(StrEnum):
     """The one that became cached first, whatever has hit it since."""
 
 
-class EvictionOrder(ABC):
+class EvictionOrder(Protocol):
     """The cached blocks of one pool, and what is remembered of those that are held meanwhile."""
 
-    minds_tables = False
-    """Whether `note_table` must be called."""
+    minds_tables: bool
+    """Whether `note_table` is of use; false spares the caller its argument."""
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def __contains__(self, block_hash: BlockHash) -> bool: ...
 
-    @abstractmethod
     def __iter__(self) -> Iterator[BlockHash]: ...
 
-    @abstractmethod
     def add(self, block_hash: BlockHash) -> None:
         """Take up a block that nobody holds any more."""
 
-    @abstractmethod
     def remove(self, block_hash: BlockHash) -> None:
         """Let go of a block that is cached."""
 
-    @abstractmethod
     def pop(self) -> BlockHash:
         """Take out the block that goes first, and forget it; there is one."""
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Note that a findable block has got one more holder."""
+        """Note that a block, not cached at present, has got one more holder."""
 
     def forget(self, block_hash: BlockHash) -> None:
         """Note that a block, not cached at present, can no longer be found."""
@@ -80,8 +74,10 @@ def make_eviction_order(eviction: Eviction) -> EvictionOrder:
             return Fifo()
 
 
-class Lru(EvictionOrder):
+class Lru:
     """By when they became free. Each operation is one of an ordered dict."""
+
+    minds_tables = False
 
     def __init__(self) -> None:
         self._order: OrderedDict[BlockHash, None] = OrderedDict()
@@ -96,24 +92,33 @@ class Lru(EvictionOrder):
         return iter(self._order)
 
     def add(self, block_hash: BlockHash) -> None:
-        """See `EvictionOrder`."""
+        """Put it at the end."""
         self._order[block_hash] = None
 
     def remove(self, block_hash: BlockHash) -> None:
-        """See `EvictionOrder`."""
+        """Take it out."""
         del self._order[block_hash]
 
     def pop(self) -> BlockHash:
-        """See `EvictionOrder`."""
+        """Take out the first."""
         return self._order.popitem(last=False)[0]
 
+    def hit(self, block_hash: BlockHash) -> None:
+        """Nothing depends on it."""
 
-class _Heaped(EvictionOrder):
+    def forget(self, block_hash: BlockHash) -> None:
+        """Nothing is remembered."""
+
+    def note_table(self, hashes: Iterable[BlockHash]) -> None:
+        """Nothing depends on it."""
+
+
+class _Ranked:
     """By a number of each block, and among equals by when they became free."""
 
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
-        self._numbers: dict[BlockHash, int] = {}
+        self._ranks: dict[BlockHash, int] = {}
         """Of all findable blocks, held ones included, that differ from 0."""
 
     def __len__(self) -> int:
@@ -126,7 +131,7 @@ class _Heaped(EvictionOrder):
         return iter(self._order)
 
     def add(self, block_hash: BlockHash) -> None:
-        self._order.push((self._numbers.get(block_hash, 0),), block_hash)
+        self._order.push((self._ranks.get(block_hash, 0),), block_hash)
 
     def remove(self, block_hash: BlockHash) -> None:
         self._order.discard(block_hash)
@@ -140,18 +145,23 @@ class _Heaped(EvictionOrder):
         return block_hash
 
     def forget(self, block_hash: BlockHash) -> None:
-        self._numbers.pop(block_hash, None)
+        self._ranks.pop(block_hash, None)
 
 
-class Lfu(_Heaped):
+class Lfu(_Ranked):
     """By how often they were hit."""
 
+    minds_tables = False
+
     def hit(self, block_hash: BlockHash) -> None:
-        """See `EvictionOrder`."""
-        self._numbers[block_hash] = self._numbers.get(block_hash, 0) + 1
+        """Count it."""
+        self._ranks[block_hash] = self._ranks.get(block_hash, 0) + 1
+
+    def note_table(self, hashes: Iterable[BlockHash]) -> None:
+        """Nothing depends on it."""
 
 
-class Fifo(_Heaped):
+class Fifo(_Ranked):
     """By the table with which they, or what continues them, first became free."""
 
     minds_tables = True
@@ -160,14 +170,17 @@ class Fifo(_Heaped):
         super().__init__()
         self._num_tables = 0
 
+    def hit(self, block_hash: BlockHash) -> None:
+        """Nothing depends on it."""
+
     def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """See `EvictionOrder`."""
+        """Number those that are new, and let none be older than what continues it."""
         self._num_tables += 1
-        youngest = 0
+        rank = 0
         for block_hash in hashes:
-            youngest = max(youngest, self._numbers.get(block_hash, self._num_tables))
-            if self._numbers.get(block_hash) != youngest:
-                self._numbers[block_hash] = youngest
+            rank = max(rank, self._ranks.get(block_hash, self._num_tables))
+            if self._ranks.get(block_hash) != rank:
+                self._ranks[block_hash] = rank
                 if block_hash in self._order:
                     self._order.discard(block_hash)
-                    self._order.push((youngest,), block_hash)
+                    self._order.push((rank,), block_hash)

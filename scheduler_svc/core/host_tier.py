@@ -25,7 +25,7 @@ class HostTier:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self.pool = BlockPool(config.num_host_blocks, HostBlockId)
+        self.pool = BlockPool(config.num_host_blocks, HostBlockId, eviction=config.eviction)
         self.num_swapped_out = 0
         self.num_swapped_in = 0
         self.num_demoted = 0

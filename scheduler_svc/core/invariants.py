@@ -26,7 +26,9 @@ def check(core: Scheduler) -> None:
         holders.update(seq.block_ids)
         if seq.copy_from is not None:
             holders[seq.copy_from] += 1
+    holders.update(list(core._pins._ends))  # noqa: SLF001
     _check_pool(pool, holders)
+    _check_pins(core)
     _check_host(core, live)
 
     owned = [seq.row for seq in running if seq.row is not None]
@@ -113,6 +115,17 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
         sum(h is not None for h in pool._hashes) == len(pool._hash_to_block),  # noqa: SLF001
         "a block has a hash and cannot be found",
     )
+
+
+def _check_pins(core: Scheduler) -> None:
+    pins = core._pins  # noqa: SLF001
+    share = core.config.max_pinned_share
+    _expect(len(pins) <= share * core.config.num_blocks, f"{len(pins)} blocks are pinned")
+    _expect(set(pins._by_end) == set(pins._ends), "a pin never ends, or is none")  # noqa: SLF001
+    first = min(((end, place) for end, place in pins._ends.values()), default=None)  # noqa: SLF001
+    head = pins._by_end.first()  # noqa: SLF001
+    is_first = head is None or pins._ends[head[1]] == first  # noqa: SLF001
+    _expect(is_first, "the pin that ends first is another")
 
 
 def _check_host(core: Scheduler, live: list[Sequence]) -> None:

@@ -136,6 +136,8 @@ class Finished:
     stop_token_id: int | None = None
     error: str | None = None
     """For a person; set if the reason is ERROR."""
+    num_pinned_tokens: int = 0
+    """First tokens of its prompt that stay in the prefix cache, as its request wanted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,8 @@ class PlanDraft:
     disk_load_dst: list[HostBlockId] = field(default_factory=list)
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
+    copied: list[DeviceBlockId] = field(default_factory=list)
+    """Those of `copy_src` to which the step takes over a reference, until it is answered."""
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
@@ -38,6 +40,11 @@ class PlanDraft:
 
     paced_budget: int | None = None
     """Tokens of paced sequences this step may still compute; None: as many as of others."""
+
+    def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
+        """Copy a block before the step computes; all copies read before any writes."""
+        self.copy_src.append(src)
+        self.copy_dst.append(dst)
 
     def room_for(self, seq: Sequence) -> int:
         """Return how many known tokens of `seq` this step may still compute."""

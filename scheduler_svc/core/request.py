@@ -64,5 +64,8 @@ class Request:
     """When nobody wants it any more, in the caller's seconds; None: never."""
     reads_prefix_cache: bool = True
     """Whether it may use KV that others computed; else its whole prompt is computed."""
+    cache_pin_s: float | None = None
+    """How long the prompt's full blocks stay in the prefix cache from when they are computed,
+    whatever else is evicted; None: as long as others."""
     outputs: tuple[OutputSoFar, ...] = ()
     """Empty, or one per sequence when the request was live before."""

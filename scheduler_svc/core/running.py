@@ -1,7 +1,7 @@
 """The sequences that run: their rows, their block tables, and what is due for them when."""
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -47,6 +47,9 @@ class RunningSet:
 
     def __len__(self) -> int:
         return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs.values())
 
     @property
     def num_decoding(self) -> int:
@@ -162,7 +165,7 @@ class RunningSet:
         """Complete a plan and note that it goes out."""
         self._tier.send(draft)
         self._steps.send(draft.step_id)
-        self._steps.hold(draft.copy_src)
+        self._steps.hold(draft.copied)
         self._num_decoding -= self._ends.num_due(draft.step_id)
         released, self._released_rows = self._released_rows, []
         return draft.finish(released)
@@ -260,8 +263,8 @@ class RunningSet:
             )
         )
         if seq.copy_from is not None:
-            draft.copy_src.append(seq.copy_from)
-            draft.copy_dst.append(seq.block_ids[-1])
+            draft.copy(seq.copy_from, seq.block_ids[-1])
+            draft.copied.append(seq.copy_from)
             seq.copy_from = None
 
     def _start_decoding(self, seq: Sequence, step: StepId) -> None:

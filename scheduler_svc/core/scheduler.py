@@ -11,14 +11,16 @@ block border and when it ends; in between it is one element of an array.
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.acceptance import check_deadline, check_length
+from scheduler_svc.core.acceptance import check_deadline, check_length, check_pin, check_queue
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.defragmenter import DefragmentationReport, Defragmenter
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import KvLookup
 from scheduler_svc.core.live_sequences import LiveSequences
+from scheduler_svc.core.load import read_load
 from scheduler_svc.core.long_prefills import LongPrefillLimit
+from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.plan import (
     Admitted,
     Finished,
@@ -50,14 +52,14 @@ class Scheduler:
         self.max_request_len = min(config.max_model_len, config.num_blocks * config.block_size)
         """Most tokens of one sequence: so many that it can always finish when it runs alone."""
         self._tier = HostTier(config)
-        has_host = config.num_host_blocks > 0
-        self._pool = BlockPool(
-            config.num_blocks, DeviceBlockId, on_evict=self._tier.demote if has_host else None
-        )
+        on_evict = self._tier.demote if config.num_host_blocks else None
+        self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction)
+        self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
         self._rows = Rows(config.max_num_seqs, self.max_request_len)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
+        self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
         self._policy = make_policy(config.policy, config.policy_args)
         self._long_prefills = LongPrefillLimit(config)
         self._waiting = WaitingQueue(self._policy, self._long_prefills.threshold)
@@ -78,15 +80,12 @@ class Scheduler:
 
         Raises:
             RequestTooLongError: No sequence of it could ever finish.
+            NoPrefixCacheError: It wants its prompt pinned, and there is no prefix cache.
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
         check_length(request, self.max_request_len)
-        num_waiting = self._num_waiting
-        if not request.outputs and num_waiting + request.n > self.config.max_waiting:
-            raise QueueFullError(
-                f"the queue is full: {num_waiting} sequences wait, and this request has "
-                f"{request.n} more; the limit is {self.config.max_waiting}"
-            )
+        check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
+        check_queue(request, self._num_waiting, self.config.max_waiting)
         for seq in self._live.add(request, self._policy.place(request, now), now):
             self._waiting.push(seq)
 
@@ -119,6 +118,14 @@ class Scheduler:
         """
         return self._live.requests(self._known_tokens)
 
+    def defragment(self) -> None:
+        """Move the held blocks together, from the next step on; `take_reports` has the result."""
+        self._defragmenter.want()
+
+    def take_reports(self) -> tuple[DefragmentationReport, ...]:
+        """Return what defragmentation has to say since the last call."""
+        return self._defragmenter.take_reports()
+
     # --- steps ----------------------------------------------------------------------------------
 
     @property
@@ -142,6 +149,7 @@ class Scheduler:
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)
+        self._pins.expire(now)
         num_preemptions = self._num_preemptions
         self._tier.begin_step()
         if not self._make_room(step):
@@ -159,7 +167,8 @@ class Scheduler:
         for seq in draft.long_prefills:
             if draft.budget and seq.status is SeqStatus.PREFILL:
                 self._compute_chunk(seq, draft, draft.budget)
-        has_work = draft.num_decodes or draft.chunk_lens
+        self._defragmenter.plan(draft, len(self._steps))
+        has_work = draft.num_decodes or draft.chunk_lens or draft.copy_src
         if has_work or self._running.has_released_rows or self._tier.has_moves:
             return self._running.send(draft)
         return None
@@ -191,6 +200,7 @@ class Scheduler:
                 finished.append(self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id))
         for row in outcome.failed_rows:
             if (seq := self._rows.owner(row)) is not None:
+                self._pins.forget(seq.block_ids)
                 self._running.distrust(seq)
                 position = self._rows.num_tokens(row)
                 error = f"the model's logits for position {position} are not finite"
@@ -207,28 +217,7 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         """Return a snapshot."""
-        return SchedulerLoad(
-            num_running=len(self._running),
-            num_waiting=self._num_waiting,
-            num_swapped=self._num_swapped,
-            max_num_seqs=self.config.max_num_seqs,
-            num_blocks=self.config.num_blocks,
-            num_free_blocks=self._pool.num_blank,
-            num_cached_blocks=self._pool.num_cached,
-            block_size=self.config.block_size,
-            num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            num_steps=self._steps.last,
-            num_recomputed_tokens=self._num_recomputed_tokens,
-            num_host_blocks=self.config.num_host_blocks,
-            num_free_host_blocks=self._tier.pool.num_blank,
-            num_cached_host_blocks=self._tier.pool.num_cached,
-            num_swapped_out_blocks=self._tier.num_swapped_out,
-            num_swapped_in_blocks=self._tier.num_swapped_in,
-            num_demoted_blocks=self._tier.num_demoted,
-            num_promoted_blocks=self._tier.num_promoted,
-        )
+        return read_load(self)
 
     @property
     def _num_waiting(self) -> int:
@@ -245,7 +234,9 @@ class Scheduler:
         while self._running.num_blocks_due(step) > self._pool.num_free:
             if self._steps.hold_blocks:
                 return False
-            self._preempt(self._running.last(self._rank))
+            num_short = self._running.num_blocks_due(step) - self._pool.num_free
+            if len(self._running) > 1 or not self._pins.give_up(num_short):
+                self._preempt(self._running.last(self._rank))
         return True
 
     def _expire(self, now: float) -> None:
@@ -275,7 +266,10 @@ class Scheduler:
             num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
             num_cached = sum(self._pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_new + num_cached):
-                return
+                num_short = num_new + num_cached - self._pool.num_free
+                if self._running or self._steps.hold_blocks or not self._pins.give_up(num_short):
+                    return
+                continue
             if self._tier.loses_evicted and num_new > self._pool.num_blank:
                 return  # one step later nothing is lost
             self._waiting.remove(seq)
@@ -321,6 +315,7 @@ class Scheduler:
                 seq.num_charged_tokens = num_done + num_new
                 self._policy.served(seq.place.account, num_new, 0)
         if is_complete:
+            self._pins.prompt_computed(seq, draft.now)
             self._start_siblings(seq, draft.now)
 
     def _start_siblings(self, leader: Sequence, now: float) -> None:
@@ -377,6 +372,7 @@ class Scheduler:
         self._tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)
         for seq in self._running.confirm_loads(outcome.failed_swap_in_block_ids):
             self._preempt(seq, can_swap=False)
+        self._pins.loads_confirmed()
 
     def _drop_host_blocks(self, seq: Sequence) -> None:
         self._tier.pool.drop(seq.host_block_ids)
@@ -399,7 +395,9 @@ class Scheduler:
         self._drop_host_blocks(seq)
         if (leader := self._live.remove(seq)) is not None:
             self._waiting.push(leader)
-        return Finished(seq.request.source, seq.seq_key, reason, stop_token_id, error)
+        return Finished(
+            seq.request.source, seq.seq_key, reason, stop_token_id, error, seq.num_pinned_tokens
+        )
 
     def _known_tokens(self, seq: Sequence) -> Int32Array:
         return seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()

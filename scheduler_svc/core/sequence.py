@@ -69,7 +69,7 @@ class Sequence:
     """Whether it has left the queue before, and its source heard of it."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
-    """Its block table. Append-only while it runs."""
+    """Its block table. It only grows while it runs, but for blocks that the defragmenter moves."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its first full blocks, as far as they were needed; empty without prefix cache."""
     num_published_blocks: int = 0
@@ -79,6 +79,8 @@ class Sequence:
     tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
+    num_pinned_tokens: int = 0
+    """First tokens of its prompt that its request had pinned when they were computed."""
     is_paced: bool = False
     """Whether what it has to compute was long once: then its chunks are kept short for others."""
     announced: bool = False

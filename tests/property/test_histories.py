@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import settings
 
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.invariants import check
 from tests.property.test_scheduler import SchedulerMachine
 
@@ -21,6 +22,8 @@ COUNTERS = (
     "num_demoted_blocks",
     "num_promoted_blocks",
     "num_recomputed_tokens",
+    "num_moved_blocks",
+    "num_pinned_blocks",
 )
 
 
@@ -39,6 +42,10 @@ def start(machine: SchedulerMachine, draw: Random) -> None:
         policy=draw.choice(["fcfs", "priority+fair+deadline"]),
         long_prefill=draw.choice([None, 0, 4]),
         max_long_prefills=draw.randint(1, 2),
+        eviction=draw.choice(list(Eviction)),
+        pinned_share=draw.choice([0.25, 0.5, 1.0]),
+        defragment_s=draw.choice([0, 0, 1, 5]),
+        max_moves=draw.randint(1, 4),
     )
 
 
@@ -52,6 +59,7 @@ def submit(machine: SchedulerMachine, draw: Random) -> None:
         priority=draw.randint(-2, 2),
         tenant=draw.choice(["", "other"]),
         patience=draw.choice([None, None, 20]),
+        pin_s=draw.choice([None, None, None, 3, 30]),
     )
 
 
@@ -76,6 +84,8 @@ def live_through(seed: int) -> SchedulerMachine:
             machine.oracle.cancel((source, key), machine.core.cancel(source, [key]))
         if draw.random() < 0.002:
             machine.lose_worker()
+        if draw.random() < 0.02:
+            machine.core.defragment()
         check(machine.core)
     machine.teardown()
     return machine

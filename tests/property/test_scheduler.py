@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -43,6 +44,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=POLICIES,
         long_prefill=st.none() | st.integers(0, 4),
         max_long_prefills=st.integers(1, 2),
+        eviction=st.sampled_from(Eviction),
+        pinned_share=st.sampled_from([0.25, 1.0]),
+        defragment_s=st.integers(0, 2),
+        max_moves=st.integers(1, 4),
     )
     def start(
         self,
@@ -59,6 +64,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         long_prefill,
         max_long_prefills,
+        eviction,
+        pinned_share,
+        defragment_s,
+        max_moves,
     ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -78,6 +87,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_swap_blocks=max_swap_blocks,
             long_prefill_threshold=long_prefill,
             max_long_prefills=max_long_prefills,
+            eviction=eviction,
+            max_pinned_share=pinned_share,
+            defragment_interval_s=defragment_s,
+            defragment_threshold=0.0,
+            max_defragment_moves=max_moves,
             policy=policy,
             policy_args=(("aging_s", "3"),) if "priority" in policy else (),
         )
@@ -100,8 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         tenant=TENANTS,
         patience=st.none() | st.integers(0, 6),
+        pin_s=st.none() | st.integers(1, 8),
     )
-    def submit(self, source, prompt, n, max_tokens, salt, priority, tenant, patience):
+    def submit(self, source, prompt, n, max_tokens, salt, priority, tenant, patience, pin_s):
         request = Request(
             source=SourceId(source),
             first_seq_key=SeqKey(self.next_key),
@@ -114,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             tenant=tenant,
             deadline=None if patience is None else self.now + patience,
+            cache_pin_s=pin_s if self.config.enable_prefix_caching else None,
         )
         self.now += 1
         try:
@@ -131,7 +147,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_a_crowd(self, prompts, max_tokens):
         """More than most pools have room for."""
         for prompt in prompts:
-            self.submit(0, prompt, 1, max_tokens, salt="", priority=0, tenant="", patience=None)
+            self.submit(
+                0,
+                prompt,
+                1,
+                max_tokens,
+                salt="",
+                priority=0,
+                tenant="",
+                patience=None,
+                pin_s=None,
+            )
 
     @rule()
     def schedule(self):
@@ -160,6 +186,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.unanswered:
                 self.update()
             check(self.core)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule()
+    def defragment(self):
+        self.core.defragment()
+
+    @precondition(lambda self: self.core.load().num_pinned_blocks)
+    @rule(seconds=st.integers(1, 8))
+    def wait(self, seconds):
+        self.now += seconds
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
@@ -206,7 +242,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.update(self.worker.execute(plan))
         assert not self.worker.rows
         load = self.core.load()
-        assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+        num_free = load.num_free_blocks + load.num_cached_blocks
+        assert num_free + load.num_pinned_blocks == load.num_blocks
         assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
         check(self.core)
 

@@ -1,0 +1,196 @@
+"""Moves held blocks to the low end of the pool, so that the free ones become one run.
+
+With H blocks held, those at H and beyond are to change places with the free ones below H. A *pass*
+notes which these are, and whose; then each step moves a few, highest first, as copies among its
+others. Sequences run on meanwhile, so what was noted is checked again when it is used:
+
+    source    held, and all its holders are tables or a pin that the pass knows of. So a block held
+              by a step in flight, or copied from by a fork, stays where it is; so does one that is
+              being swapped in, or that this plan copies to.
+    target    a blank block below H: then the block moves, and its old place is held until the step
+              is answered. Or a cached one below H: then the two exchange places, both copies in one
+              list, since all reads come before all writes.
+
+A pass costs time in proportion to the pool and the tables; a step in a pass, to its moves; and a
+step without one, two comparisons.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.fragmentation import Fragmentation, measure
+from scheduler_svc.core.host_tier import HostTier
+from scheduler_svc.core.pins import Pins
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.running import RunningSet
+from scheduler_svc.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DefragmentationReport:
+    """A look at the device's blocks, and what came of it."""
+
+    before: Fragmentation
+    after: Fragmentation
+    """As `before` if there was no pass."""
+    num_moved_blocks: int
+    has_moved: bool
+    """Whether there was a pass; else it was only looked at."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    before: Fragmentation
+    sources: list[DeviceBlockId]
+    """Ascending; taken from the end."""
+    cached_targets: list[DeviceBlockId]
+    """Descending; taken from the end."""
+    owners: dict[DeviceBlockId, list[tuple[Sequence, int]]]
+    """Whose tables named each source, and where, when the pass began."""
+    num_moved: int = 0
+    last_step: StepId | None = None
+    """The last that moved something; None: none has."""
+
+
+class Defragmenter:
+    """At most one pass at a time, and the occasions on which one begins."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool[DeviceBlockId],
+        tier: HostTier,
+        running: RunningSet,
+        pins: Pins,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._tier = tier
+        self._running = running
+        self._pins = pins
+        self._pass: _Pass | None = None
+        self._is_wanted = False
+        self._next_look = float("-inf") if config.defragment_interval_s else float("inf")
+        self._reports: list[DefragmentationReport] = []
+        self.num_moved = 0
+        self.num_passes = 0
+
+    def want(self) -> None:
+        """Begin a pass with the next step, whatever the rate; after the current one if there is."""
+        self._is_wanted = True
+
+    def take_reports(self) -> tuple[DefragmentationReport, ...]:
+        """Return what there is to say since the last call."""
+        reports, self._reports = tuple(self._reports), []
+        return reports
+
+    def plan(self, draft: PlanDraft, num_in_flight: int) -> None:
+        """Add moves to a plan that is otherwise complete, if it is time for any.
+
+        Args:
+            draft: The plan; it must be sent if it copies.
+            num_in_flight: Steps sent before it that are not answered.
+        """
+        if self._pass is not None:
+            self._advance(self._pass, draft, num_in_flight)
+        elif self._is_wanted or draft.now >= self._next_look:
+            self._look(draft, num_in_flight)
+
+    def _look(self, draft: PlanDraft, num_in_flight: int) -> None:
+        before = measure(self._pool.ref_counts)
+        is_wanted, self._is_wanted = self._is_wanted, False
+        self._next_look = draft.now + (self._config.defragment_interval_s or float("inf"))
+        if is_wanted or before.rate >= max(self._config.defragment_threshold, 1e-9):
+            self._pass = self._begin(before)
+            self._advance(self._pass, draft, num_in_flight)
+        else:
+            self._reports.append(DefragmentationReport(before, before, 0, has_moved=False))
+
+    def _begin(self, before: Fragmentation) -> _Pass:
+        pool = self._pool
+        border = pool.num_blocks - before.num_free_blocks
+        pool.set_border(border)
+        counts = pool.ref_counts
+        owners: dict[DeviceBlockId, list[tuple[Sequence, int]]] = defaultdict(list)
+        for seq in self._running:
+            for index, block in enumerate(seq.block_ids):
+                if block >= border:
+                    owners[block].append((seq, index))
+        free = map(DeviceBlockId, np.flatnonzero(counts[:border] == 0)[::-1].tolist())
+        sources = (border + np.flatnonzero(counts[border:])).tolist()
+        return _Pass(
+            before=before,
+            sources=list(map(DeviceBlockId, sources)),
+            cached_targets=[block for block in free if pool.is_cached(block)],
+            owners=owners,
+        )
+
+    def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
+        """Move some blocks of a pass, or end it."""
+        num_moved = self._move(current, draft)
+        if num_moved:
+            current.num_moved += num_moved
+            self.num_moved += num_moved
+            current.last_step = draft.step_id
+        elif draft.step_id - num_in_flight > (current.last_step or 0):  # its old places are free
+            self._pass = None
+            self.num_passes += 1
+            after = measure(self._pool.ref_counts)
+            self._reports.append(
+                DefragmentationReport(current.before, after, current.num_moved, has_moved=True)
+            )
+
+    def _move(self, current: _Pass, draft: PlanDraft) -> int:
+        num_moved = 0
+        written = {*draft.copy_dst}
+        for _ in range(self._config.max_defragment_moves):
+            if not current.sources:
+                break
+            src = current.sources.pop()
+            if src in written or not self._is_movable(src, current.owners.get(src, ())):
+                continue
+            if (dst := self._pool.allocate_below_border()) is not None:
+                draft.copy(src, dst)
+                draft.copied.append(src)
+            elif (dst := self._pop_cached(current.cached_targets)) is not None:
+                draft.copy(src, dst)
+                draft.copy(dst, src)
+                num_moved += 1
+            else:
+                current.sources.clear()
+                break
+            num_moved += 1
+            self._pool.exchange(src, dst)
+            self._rename(src, dst, current.owners.get(src, ()))
+            draft.renamed_src.append(src)
+            draft.renamed_dst.append(dst)
+        return num_moved
+
+    def _is_movable(self, block: DeviceBlockId, owners: Iterable[tuple[Sequence, int]]) -> bool:
+        """Whether a block is held, and nobody holds it who would not hear that it moves."""
+        num_known = (block in self._pins) + sum(
+            index < len(seq.block_ids) and seq.block_ids[index] == block for seq, index in owners
+        )
+        is_known = self._pool.ref_count(block) == num_known > 0
+        return is_known and not self._tier.is_loading(block)
+
+    def _pop_cached(self, targets: list[DeviceBlockId]) -> DeviceBlockId | None:
+        while targets:
+            if self._pool.is_cached(block := targets.pop()):
+                return block
+        return None
+
+    def _rename(
+        self, src: DeviceBlockId, dst: DeviceBlockId, owners: Iterable[tuple[Sequence, int]]
+    ) -> None:
+        for seq, index in owners:
+            if index < len(seq.block_ids) and seq.block_ids[index] == src:
+                seq.block_ids[index] = dst
+        if src in self._pins:
+            self._pins.rename(src, dst)

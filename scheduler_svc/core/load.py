@@ -1,0 +1,52 @@
+"""Snapshots of a core: what it holds and has done, and how well it uses its space."""
+
+# It reads what the core's parts keep to themselves, for the core.
+# ruff: noqa: SLF001
+
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.fragmentation import SpaceReport, measure
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.scheduler import Scheduler
+
+
+def read_load(core: "Scheduler") -> SchedulerLoad:
+    """Take a snapshot of `core`; it costs the same whatever there is."""
+    return SchedulerLoad(
+        num_running=len(core._running),
+        num_waiting=core._num_waiting,
+        num_swapped=core._num_swapped,
+        max_num_seqs=core.config.max_num_seqs,
+        num_blocks=core.config.num_blocks,
+        num_free_blocks=core._pool.num_blank,
+        num_cached_blocks=core._pool.num_cached,
+        num_pinned_blocks=len(core._pins),
+        block_size=core.config.block_size,
+        num_preemptions=core._num_preemptions,
+        prefix_cache_queries=core._prefix_cache_queries,
+        prefix_cache_hits=core._prefix_cache_hits,
+        num_steps=core._steps.last,
+        num_recomputed_tokens=core._num_recomputed_tokens,
+        num_host_blocks=core.config.num_host_blocks,
+        num_free_host_blocks=core._tier.pool.num_blank,
+        num_cached_host_blocks=core._tier.pool.num_cached,
+        num_swapped_out_blocks=core._tier.num_swapped_out,
+        num_swapped_in_blocks=core._tier.num_swapped_in,
+        num_demoted_blocks=core._tier.num_demoted,
+        num_promoted_blocks=core._tier.num_promoted,
+        num_moved_blocks=core._defragmenter.num_moved,
+        num_defragmentations=core._defragmenter.num_passes,
+    )
+
+
+def read_space(core: "Scheduler") -> SpaceReport:
+    """Look at the blocks of `core`; it takes time in proportion to pools and running sequences."""
+    running = core._running
+    return SpaceReport(
+        device=measure(core._pool.ref_counts),
+        host=measure(core._tier.pool.ref_counts),
+        num_slots_held=sum(len(seq.block_ids) for seq in running) * core.config.block_size,
+        num_slots_written=sum(map(running.num_computed_tokens, running)),
+    )
