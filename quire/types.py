@@ -62,6 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     cache_salt: str
+    cache_pin_s: float | None
     request_id: str
 
 
@@ -113,6 +114,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    pinned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +181,16 @@ class Load:
     num_cached_blocks: int
     block_size: int
     num_workers: int
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_pinned_blocks: int = 0
+    num_moved_blocks: int = 0
+    num_prefix_cache_queries: int = 0
+    num_prefix_cache_hits: int = 0
+    fragmentation: float = 0.0
+    """1 - longest run of free device blocks / free device blocks."""
+    host_fragmentation: float = 0.0
+    num_slots_held: int = 0
+    """Token slots of the running sequences' device blocks."""
+    num_slots_written: int = 0

@@ -184,7 +184,9 @@ def logprob_from_proto(logprob: common_pb2.TokenLogprob) -> TokenLogprob:
 
 def usage_from_proto(usage: inference_pb2.Usage) -> Usage:
     """Take what a request cost."""
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.pinned_tokens
+    )
 
 
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
@@ -212,4 +214,15 @@ def load_from_proto(load: common_pb2.Load) -> Load:
         num_cached_blocks=load.num_cached_blocks,
         block_size=load.block_size,
         num_workers=load.num_workers,
+        num_host_blocks=load.num_host_blocks,
+        num_free_host_blocks=load.num_free_host_blocks,
+        num_cached_host_blocks=load.num_cached_host_blocks,
+        num_pinned_blocks=load.num_pinned_blocks,
+        num_moved_blocks=load.num_moved_blocks,
+        num_prefix_cache_queries=load.num_prefix_cache_queries,
+        num_prefix_cache_hits=load.num_prefix_cache_hits,
+        fragmentation=load.fragmentation,
+        host_fragmentation=load.host_fragmentation,
+        num_slots_held=load.num_slots_held,
+        num_slots_written=load.num_slots_written,
     )

@@ -81,6 +81,8 @@ class GenerateRequest:
     skip_special_tokens: bool = True
     n: int = 1
     cache_salt: str = ""
+    cache_pin_s: float | None = None
+    """How long the prompt stays in the prefix cache, whatever else is evicted; None: as others."""
     deadline: float | None = None
     """When the client gives up, on the event loop's clock; None: never."""
     priority: int = 0
@@ -137,6 +139,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    pinned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +186,11 @@ class Load:
     num_swapped_in_blocks: int
     num_demoted_blocks: int
     num_promoted_blocks: int
+    num_pinned_blocks: int
+    num_moved_blocks: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    fragmentation: float
+    host_fragmentation: float
+    num_slots_held: int
+    num_slots_written: int

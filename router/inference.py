@@ -135,6 +135,7 @@ class Inference:
             prompt_token_ids=prompt,
             sampling=sampling,
             cache_salt=request.cache_salt,
+            cache_pin_s=request.cache_pin_s,
             traceparent=telemetry.inject(trace.set_span_in_context(span)),
             priority=request.priority,
             tenant=request.tenant,

@@ -39,6 +39,7 @@ class ReplayRecord:
     """int32, at least one; never changed."""
     sampling: SamplingParams
     cache_salt: str
+    cache_pin_s: float | None
     traceparent: str
     priority: int
     tenant: str
@@ -79,6 +80,7 @@ class LiveRequest:
         self.created = int(time.time())
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
+        self.num_pinned_tokens = 0
         self.num_submits = 0
         """How often the scheduler was told; counted by the scheduler client."""
         self._refusal: QuireError | None = None
@@ -152,6 +154,10 @@ class LiveRequest:
         """Notes how much of the prompt was in the prefix cache when output 0 was first admitted."""
         if self.num_cached_tokens is None and seq_key == self.record.first_seq_key:
             self.num_cached_tokens = num_cached_tokens
+
+    def pin(self, num_pinned_tokens: int) -> None:
+        """Notes how much of the prompt stays in the prefix cache; outputs of it share that."""
+        self.num_pinned_tokens = max(self.num_pinned_tokens, num_pinned_tokens)
 
     def finish(
         self,
@@ -234,6 +240,7 @@ class LiveRequest:
             prompt_tokens=len(self.record.prompt_token_ids),
             completion_tokens=self.num_completion_tokens,
             cached_tokens=self.num_cached_tokens or 0,
+            pinned_tokens=self.num_pinned_tokens,
         )
 
     async def aclose(self) -> None:

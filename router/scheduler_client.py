@@ -259,6 +259,9 @@ class SchedulerClient:
         # A sequence that is not in the table was cancelled while its news was on the way.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
+        for pin in news.pins:  # before the tokens, which may end its last output
+            if (live := table.get(pin.seq_key)) is not None:
+                live.pin(pin.num_pinned_tokens)
         stopped: list[int] = []
         num_tokens = 0
         for part in news.prompt_scores:

@@ -61,6 +61,14 @@ class PromptPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """A sequence's prompt stays in the prefix cache, as its request wanted."""
+
+    seq_key: int
+    num_pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """A sequence ended; its last tokens are in the same news."""
 
@@ -81,6 +89,7 @@ class StepNews:
     """By place in `token_ids`."""
     prompt_scores: tuple[PromptPart, ...]
     admissions: tuple[Admission, ...]
+    pins: tuple[Pin, ...]
     endings: tuple[Ending, ...]
 
 

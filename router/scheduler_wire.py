@@ -12,6 +12,7 @@ from router.scheduler_news import (
     Ending,
     News,
     PromptPart,
+    Pin,
     Refusal,
     SchedulerModel,
     StepNews,
@@ -71,6 +72,7 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
             prompt_token_ids=pack_int32(record.prompt_token_ids),
             sampling=sampling_to_proto(record.sampling),
             cache_salt=record.cache_salt,
+            cache_pin_s=record.cache_pin_s,
             traceparent=record.traceparent,
             outputs=[] if is_new else so_far,
             priority=record.priority,
@@ -122,6 +124,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         admissions=tuple(
             Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),
+        pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
         endings=tuple(map(_ending_from_proto, message.finished)),
     )
 

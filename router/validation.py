@@ -12,6 +12,7 @@ from rpc.errors import InvalidArgumentError, UnimplementedError
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 128
+MAX_CACHE_PIN_S: Final = 86400
 MAX_TENANT_CHARS: Final = 128
 MAX_PRIORITY: Final = 100
 MAX_STOP_STRINGS: Final = 16
@@ -35,6 +36,8 @@ def check_request(request: GenerateRequest, model: ModelInfo, max_prompt_bytes: 
             "request_id", f"is {request.request_id!r}; it must have printable characters only"
         )
     _check_chars("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
+    if request.cache_pin_s is not None:
+        _check_range("cache_pin_s", request.cache_pin_s, 0, MAX_CACHE_PIN_S, open_below=True)
     _check_chars("tenant", request.tenant, MAX_TENANT_CHARS)
     if not (request.tenant.isascii() and request.tenant.isprintable()):
         raise InvalidArgumentError(

@@ -52,6 +52,7 @@ def generate_request_from_proto(
         ),
         n=message.n if message.HasField("n") else 1,
         cache_salt=message.cache_salt,
+        cache_pin_s=message.cache_pin_s if message.HasField("cache_pin_s") else None,
         deadline=deadline,
     )
 
@@ -190,6 +191,7 @@ def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        pinned_tokens=usage.pinned_tokens,
     )
 
 
@@ -239,6 +241,14 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         num_swapped_in_blocks=message.num_swapped_in_blocks,
         num_demoted_blocks=message.num_demoted_blocks,
         num_promoted_blocks=message.num_promoted_blocks,
+        num_pinned_blocks=message.num_pinned_blocks,
+        num_moved_blocks=message.num_moved_blocks,
+        num_prefix_cache_queries=message.num_prefix_cache_queries,
+        num_prefix_cache_hits=message.num_prefix_cache_hits,
+        fragmentation=message.fragmentation,
+        host_fragmentation=message.host_fragmentation,
+        num_slots_held=message.num_slots_held,
+        num_slots_written=message.num_slots_written,
     )
 
 
@@ -261,4 +271,12 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         num_swapped_in_blocks=load.num_swapped_in_blocks,
         num_demoted_blocks=load.num_demoted_blocks,
         num_promoted_blocks=load.num_promoted_blocks,
+        num_pinned_blocks=load.num_pinned_blocks,
+        num_moved_blocks=load.num_moved_blocks,
+        num_prefix_cache_queries=load.num_prefix_cache_queries,
+        num_prefix_cache_hits=load.num_prefix_cache_hits,
+        fragmentation=load.fragmentation,
+        host_fragmentation=load.host_fragmentation,
+        num_slots_held=load.num_slots_held,
+        num_slots_written=load.num_slots_written,
     )

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from rpc.health import Health
 from rpc.server import Addresses, serve
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
@@ -19,6 +20,7 @@ from scheduler_svc.recording import Recordings
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.worker_client import WorkerClientConfig, attach
 
@@ -89,6 +91,7 @@ async def _run_scheduler(
         for target in settings.workers
     ]
     registry.register(LoadCollector(fleet.loads))
+    registry.register(SpaceCollector(fleet.spaces))
     health.add_liveness("steps", fleet.describe_stall)
     servicer = SchedulerServicer(fleet, streams, settings.epoch)
     reign: asyncio.Task[None] | None = None
@@ -137,6 +140,11 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_waiting=settings.max_waiting,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
+        eviction=Eviction(settings.eviction),
+        max_pinned_share=settings.max_pinned_share,
+        defragment_interval_s=settings.defragment_interval_s,
+        defragment_threshold=settings.defragment_threshold,
+        max_defragment_moves=settings.max_defragment_moves,
         max_prefill_chunk=settings.max_prefill_chunk,
         num_host_blocks=info.num_host_blocks,
         bytes_per_block=info.block_bytes,

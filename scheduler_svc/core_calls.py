@@ -47,6 +47,11 @@ class CancelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Defragment:
+    """`core.defragment()`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """`core.schedule(now, max_paced_tokens)`."""
 
@@ -61,7 +66,7 @@ class Update:
     outcome: StepOutcome
 
 
-Call: TypeAlias = Submit | Cancel | CancelSource | Schedule | Update
+Call: TypeAlias = Submit | Cancel | CancelSource | Defragment | Schedule | Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """What the scheduler's shell speaks about, beyond what its core decides."""
 
+from asyncio import Future
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 
@@ -68,5 +70,12 @@ class DropSource:
     source: SourceId
 
 
-Command: TypeAlias = SubmitRequest | CancelSequences | DropSource
+@dataclass(frozen=True, slots=True, eq=False)
+class DefragmentBlocks:
+    """The held blocks are to be moved together; `done` is set when they are, or cannot be."""
+
+    done: Future[DefragmentationReport]
+
+
+Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | DefragmentBlocks
 """What an engine is asked to do between two steps."""

@@ -9,11 +9,14 @@ import structlog
 from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.defragmenter import DefragmentationReport
+from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
+    DefragmentBlocks,
     DropSource,
     ModelInfo,
     SubmitRequest,
@@ -102,6 +105,31 @@ class Fleet:
             engine.target: engine.session.load() if engine.session is not None else None
             for engine in self._engines
         }
+
+    def spaces(self) -> Mapping[str, SpaceReport]:
+        """Look at the blocks of each worker that is attached."""
+        return {
+            engine.target: engine.session.space()
+            for engine in self._engines
+            if engine.session is not None
+        }
+
+    async def defragment(self) -> Mapping[str, DefragmentationReport]:
+        """Move the held blocks together at each worker that is attached; wait until it is done.
+
+        Raises:
+            UnavailableError: None is attached, or one is lost meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        answers: dict[str, asyncio.Future[DefragmentationReport]] = {}
+        for engine in self._engines:
+            if engine.session is not None:
+                answers[engine.target] = loop.create_future()
+                engine.session.post(DefragmentBlocks(answers[engine.target]))
+        if not answers:
+            raise UnavailableError("no worker is attached")
+        reports = await asyncio.gather(*answers.values())
+        return dict(zip(answers, reports, strict=True))
 
     @property
     def num_held_seqs(self) -> int:

@@ -119,6 +119,11 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
         lambda load: load.num_cached_blocks,
     ),
     (
+        "quire_kv_pinned_blocks",
+        "Device blocks that pins keep in the prefix cache.",
+        lambda load: load.num_pinned_blocks,
+    ),
+    (
         "quire_num_requests_swapped",
         "Sequences that wait for admission with their KV in host blocks.",
         lambda load: load.num_swapped,
@@ -172,6 +177,16 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
         "quire_kv_promoted_blocks",
         "Blocks that prompts found in the host's part of the prefix cache.",
         lambda load: load.num_promoted_blocks,
+    ),
+    (
+        "quire_kv_moved_blocks",
+        "Device blocks moved by defragmentation; two that change places are two.",
+        lambda load: load.num_moved_blocks,
+    ),
+    (
+        "quire_kv_defragmentations",
+        "Passes of defragmentation that have ended.",
+        lambda load: load.num_defragmentations,
     ),
     ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
 )

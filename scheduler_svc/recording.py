@@ -27,6 +27,7 @@ from scheduler_svc.core_calls import (
     Cancel,
     CancelSource,
     CoreOrigin,
+    Defragment,
     End,
     Schedule,
     Submit,
@@ -69,6 +70,10 @@ class RecordingScheduler(Scheduler):
     def cancel_source(self, source: SourceId) -> None:
         """See `Scheduler`."""
         self._recorded(CancelSource(source), super().cancel_source, source)
+
+    def defragment(self) -> None:
+        """See `Scheduler`."""
+        self._recorded(Defragment(), super().defragment)
 
     def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
         """See `Scheduler`."""

@@ -15,6 +15,7 @@ from scheduler_svc.core_calls import (
     Cancel,
     CancelSource,
     CoreOrigin,
+    Defragment,
     End,
     Entry,
     RecordedPlan,
@@ -178,6 +179,8 @@ class _Replayer:
                 self._hear_finished(self._core.cancel(source, seq_keys))
             case CancelSource(source):
                 self._core.cancel_source(source)
+            case Defragment():
+                self._core.defragment()
             case Schedule(now, max_paced_tokens):
                 plan = self._core.schedule(now, max_paced_tokens)
                 self._hear_finished(self._core.take_expired())

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from scheduler_svc.core_calls import (
     Cancel,
     CancelSource,
+    Defragment,
     End,
     RecordedPlan,
     Schedule,
@@ -79,6 +80,8 @@ def _name_call(difference: Difference) -> str:
             return f"cancel of {_list(seq_keys)} of source {source}"
         case CancelSource(source):
             return f"cancel of source {source}"
+        case Defragment():
+            return "defragment"
         case Schedule(now):
             return f"schedule at {now:.6f} s"
         case Update(outcome):

@@ -15,6 +15,7 @@ from scheduler_svc.core.request import SeqKey
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.router_streams import RouterStream, RouterStreams
 from scheduler_svc.wire.router import (
+    defragmentation_to_proto,
     load_to_proto,
     refused_to_proto,
     request_from_proto,
@@ -63,8 +64,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Add up the workers' loads."""
         loads = [load for load in self._fleet.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
-            load=load_to_proto(loads, self._fleet.num_held_seqs)
+            load=load_to_proto(loads, self._fleet.num_held_seqs, self._fleet.spaces().values())
         )
+
+    async def Defragment(  # noqa: N802
+        self,
+        request: scheduler_pb2.DefragmentRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
+    ) -> scheduler_pb2.DefragmentResponse:
+        """Have it done at every worker."""
+        return defragmentation_to_proto(await self._fleet.defragment())
 
     async def _read(
         self,

@@ -8,19 +8,40 @@ import asyncio
 import time
 from collections import deque
 
-from rpc.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
+from rpc.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import DeadlineError, QueueFullError, RequestRefusedError
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    NoPrefixCacheError,
+    QueueFullError,
+    RequestRefusedError,
+)
+from scheduler_svc.core.fragmentation import SpaceReport
+from scheduler_svc.core.load import read_space
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.domain import CancelSequences, Command, DropSource, ModelInfo, SubmitRequest
+from scheduler_svc.domain import (
+    CancelSequences,
+    Command,
+    DefragmentBlocks,
+    DropSource,
+    ModelInfo,
+    SubmitRequest,
+)
 from scheduler_svc.holding import live_seq_keys, num_live_seqs
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
 from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
@@ -56,6 +77,7 @@ class Session:
         """As of the last time that somebody asked; None: it may have changed."""
         self._meter = RateMeter(core.config.max_num_batched_tokens)
         self._pacer = StepPacer(max_decode_slowdown)
+        self._space_watch = SpaceWatch(link.info.worker_id)
         self._at_worker = SequencesAtWorker()
         self._num_losses: dict[tuple[SourceId, SeqKey], int] = {}
         """Of the live sequences that were lost before."""
@@ -75,6 +97,10 @@ class Session:
     def load(self) -> SchedulerLoad:
         """Snapshot the core."""
         return self._core.load()
+
+    def space(self) -> SpaceReport:
+        """Look at the core's blocks, which takes time in proportion to them."""
+        return read_space(self._core)
 
     def placement_load(self) -> WorkerLoad:
         """Say how busy the worker is, commands that are not applied yet included."""
@@ -135,6 +161,8 @@ class Session:
         """Return every live request. What was posted before counts; nothing may be posted after."""
         self._settled.set()
         self._apply_commands()
+        lost = self._link.lost
+        self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
         return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -146,6 +174,7 @@ class Session:
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)
+            self._space_watch.hear(self._core.take_reports())
             if plan is None:
                 return
             self._link.send(plan)
@@ -184,6 +213,9 @@ class Session:
                     finished = self._core.cancel(source, seq_keys)
                     self._streams.deliver(finished_to_proto(finished))
                     self._after(finished)
+                case DefragmentBlocks(done):
+                    self._core.defragment()
+                    self._space_watch.answer_next(done)
                 case DropSource(source):
                     self._core.cancel_source(source)
                     # Not before: a request of it may have been posted just ahead of this command.
@@ -236,4 +268,6 @@ def _refusal_from_core(error: RequestRefusedError) -> QuireError:
         return TooBusyError(str(error))
     if isinstance(error, DeadlineError):
         return DeadlineExceededError(str(error))
+    if isinstance(error, NoPrefixCacheError):
+        return InvalidArgumentError("cache_pin_s", str(error).removeprefix("cache_pin_s "))
     return InvalidArgumentError("request", f"cannot be served: {error}")

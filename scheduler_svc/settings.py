@@ -38,6 +38,22 @@ class SchedulerSettings(ProcessSettings):
     """Whether blocks of KV are found again by the tokens they hold."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free for the running sequences to grow into."""
+    eviction: Literal["lru", "lfu", "fifo"] = "lru"
+    """Which cached block is evicted first, in every tier: the one that was used longest ago, hit
+    least often, or cached first. In each order the end of a prompt goes before its beginning."""
+    max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of a worker's device blocks that requests, of whatever tenant, may pin in the prefix
+    cache (cache_pin_s); of a prompt that does not fit, the beginning is pinned."""
+    defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """How often a worker's free blocks are looked at while it works, for a warning if they are
+    scattered, and for --defragment-threshold; 0: never."""
+    defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """From which fragmentation rate, 1 - longest free run / free blocks, the held blocks are then
+    moved together; 0: from any. Default: never, because a block of fixed size needs no neighbours,
+    and each move costs the device a block's reading and writing; it pays where long runs do, as in
+    swaps. `quire defragment` does it once."""
+    max_defragment_moves: Annotated[int, Field(ge=1)] = 32
+    """Most blocks that a step moves for that."""
     max_prefill_chunk: Annotated[int, Field(ge=1)] | None = None
     """Most prompt tokens of one sequence in one step; default: what the worker allows."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None

@@ -12,6 +12,7 @@ COMMANDS: Final = {
     "status": "show processes, health and load",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
+    "defragment": "move the KV blocks in use together",
     "replay": "check a scheduler's recording, and explain its preemptions",
 }
 

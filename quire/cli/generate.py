@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
             model=settings.served_model_name,
             n=settings.n,
             stop=(settings.stop,) if settings.stop else (),
+            cache_pin_s=settings.cache_pin_s,
         )
         if settings.n > 1:
             show_each(events, settings.n)

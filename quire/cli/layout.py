@@ -35,7 +35,7 @@ _WORKER: Final = (
     "host_kv_memory_gb",
     "gpu_memory_utilization",
 )
-_SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown")
+_SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
 
 _SIM_WORKERS: Final = (
     "max_model_len",
@@ -69,6 +69,8 @@ class Layout:
     http_address: str
     """Where this machine reaches the router's HTTP."""
     grpc_target: str
+    scheduler_target: str
+    """The scheduler's, which only the user's own processes reach."""
     specs: tuple[ProcessSpec, ...]
 
 
@@ -196,6 +198,7 @@ def plan(
         model_name=model_name,
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
+        scheduler_target=f"unix:{scheduler_socket}",
         # Workers first: they take longest.
         specs=(*(workers or [simulated]), scheduler, router),
     )

@@ -42,6 +42,7 @@ class ServiceInfo:
     """The name that requests use."""
     http_address: str
     grpc_target: str
+    scheduler_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
 

@@ -80,6 +80,8 @@ class UpSettings(ProcessSettings):
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
     """How much longer a step may take for a part of a long prompt while others stream; inf: no
     bound; default: the scheduler's, 1.4."""
+    eviction: Literal["lru", "lfu", "fifo"] | None = None
+    """Which cached KV block is evicted first; default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
     num_threads: Positive | None = None
@@ -150,6 +152,8 @@ class GenerateSettings(ClientSettings):
     """How many outputs; more than one are shown when complete, one after another."""
     stop: str = ""
     """Text that ends the output; empty: none."""
+    cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Keep the prompt in the prefix cache for so many seconds, whatever else is evicted."""
     ignore_eos: bool = False
     """Go on past the model's end of text."""
 
@@ -166,6 +170,14 @@ class StatusSettings(_CommandSettings):
 
     target: str = ""
     """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
+
+
+class DefragmentSettings(_CommandSettings):
+    """Move the KV blocks that are held together, at each worker, while it goes on working."""
+
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one, else 127.0.0.1:50052."""
 
 
 class ReplaySettings(_CommandSettings):

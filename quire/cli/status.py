@@ -91,11 +91,34 @@ def _show_load(console: Console, target: str) -> bool:
 
 
 def describe_load(load: Load) -> str:
-    """Say it in a line."""
+    """Say what runs, and below it, line by line, how well the block space is used."""
     num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
-    return (
+    sequences = (
         f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"
         f" {load.num_requests_waiting} waiting; KV blocks of {load.block_size} tokens:"
         f" {num_used} used, {load.num_cached_blocks} cached, {load.num_free_blocks} free;"
         f" {load.num_workers} worker{'' if load.num_workers == 1 else 's'}"
     )
+    device = (
+        f"device blocks: {_share(num_used, load.num_blocks)} used, of whose token slots"
+        f" {_share(load.num_slots_written, load.num_slots_held)} hold a token;"
+        f" {load.num_pinned_blocks} pinned; {load.fragmentation:.0%} fragmented,"
+        f" {load.num_moved_blocks} moved"
+    )
+    lines = [sequences, device]
+    if load.num_host_blocks:
+        num_used = load.num_host_blocks - load.num_free_host_blocks - load.num_cached_host_blocks
+        lines.append(
+            f"host blocks: {_share(num_used, load.num_host_blocks)} used,"
+            f" {load.num_cached_host_blocks} cached, {load.num_free_host_blocks} free;"
+            f" {load.host_fragmentation:.0%} fragmented"
+        )
+    lines.append(
+        f"prefix cache: {_share(load.num_prefix_cache_hits, load.num_prefix_cache_queries)} of"
+        f" {load.num_prefix_cache_queries} tokens found"
+    )
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "none"

@@ -23,12 +23,13 @@ class RecordingHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., quire_version: _Optional[str] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., started_at_s: _Optional[float] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class RecordingEntry(_message.Message):
-    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "end", "raised")
+    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "end", "raised")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SOURCE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
+    DEFRAGMENT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     RAISED_FIELD_NUMBER: _ClassVar[int]
     submit: RecordedSubmit
@@ -36,9 +37,10 @@ class RecordingEntry(_message.Message):
     cancel_source: RecordedCancelSource
     schedule: RecordedSchedule
     update: RecordedUpdate
+    defragment: RecordedDefragment
     end: RecordingEnd
     raised: str
-    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
 
 class RecordedSubmit(_message.Message):
     __slots__ = ("now", "source", "first_seq_key", "request_id", "prompt_token_ids", "n", "max_tokens", "sampling", "cache_salt", "traceparent", "outputs", "more_json")
@@ -89,6 +91,10 @@ class RecordedCancelSource(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     source: int
     def __init__(self, source: _Optional[int] = ...) -> None: ...
+
+class RecordedDefragment(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RecordedSchedule(_message.Message):
     __slots__ = ("now", "plan", "max_paced_tokens")

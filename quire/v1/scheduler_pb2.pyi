@@ -42,7 +42,7 @@ class SchedulerWelcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s")
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_PIN_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_seq_key: int
     n: int
@@ -65,7 +66,8 @@ class Submit(_message.Message):
     priority: int
     tenant: str
     deadline_s: float
-    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    cache_pin_s: float
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ...) -> None: ...
 
 class OutputSoFar(_message.Message):
     __slots__ = ("token_ids", "finished")
@@ -94,7 +96,7 @@ class Refused(_message.Message):
     def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs")
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,7 @@ class StepOutput(_message.Message):
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_keys: bytes
     token_ids: bytes
@@ -109,7 +112,8 @@ class StepOutput(_message.Message):
     admitted: _containers.RepeatedCompositeFieldContainer[SequenceAdmitted]
     finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SequencePromptLogprobs]
-    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ...) -> None: ...
+    pinned: _containers.RepeatedCompositeFieldContainer[SequencePinned]
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ...) -> None: ...
 
 class SequencePromptLogprobs(_message.Message):
     __slots__ = ("seq_key", "position", "logprobs")
@@ -139,6 +143,14 @@ class SequenceAdmitted(_message.Message):
     queue_s: float
     def __init__(self, seq_key: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
+class SequencePinned(_message.Message):
+    __slots__ = ("seq_key", "num_pinned_tokens")
+    SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    seq_key: int
+    num_pinned_tokens: int
+    def __init__(self, seq_key: _Optional[int] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
+
 class SequenceFinished(_message.Message):
     __slots__ = ("seq_key", "finish_reason", "stop_token_id", "error")
     SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -160,3 +172,25 @@ class GetSchedulerLoadResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     load: _common_pb2.Load
     def __init__(self, load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+
+class DefragmentRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DefragmentResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerDefragmentation]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerDefragmentation, _Mapping]]] = ...) -> None: ...
+
+class WorkerDefragmentation(_message.Message):
+    __slots__ = ("worker", "rate_before", "rate_after", "num_moved_blocks")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    RATE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RATE_AFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    rate_before: float
+    rate_after: float
+    num_moved_blocks: int
+    def __init__(self, worker: _Optional[str] = ..., rate_before: _Optional[float] = ..., rate_after: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ...) -> None: ...

@@ -54,6 +54,11 @@ class SchedulerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadResponse.FromString,
                 _registered_method=True)
+        self.Defragment = channel.unary_unary(
+                '/quire.v1.SchedulerService/Defragment',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -83,6 +88,14 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Defragment(self, request, context):
+        """Moves the blocks that are held together, at each attached worker, while it goes on working.
+        Returns when it is done; UNAVAILABLE if no worker is attached, or one is lost meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +108,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetSchedulerLoad,
                     request_deserializer=quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadRequest.FromString,
                     response_serializer=quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadResponse.SerializeToString,
+            ),
+            'Defragment': grpc.unary_unary_rpc_method_handler(
+                    servicer.Defragment,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -161,6 +179,33 @@ class SchedulerService(object):
             '/quire.v1.SchedulerService/GetSchedulerLoad',
             quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadRequest.SerializeToString,
             quire_dot_v1_dot_scheduler__pb2.GetSchedulerLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Defragment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.SchedulerService/Defragment',
+            quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -269,7 +269,10 @@ def usage_json(usages: Sequence[Usage]) -> Json:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "pinned_tokens": sum(usage.pinned_tokens for usage in usages),
+        },
     }
 
 

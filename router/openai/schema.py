@@ -69,6 +69,9 @@ class Body(StructuredFields):
     skip_special_tokens: bool = True
     cache_salt: str = ""
 
+    # Nobody's but ours.
+    cache_pin_s: float | None = None
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with what the request cost."""
@@ -94,6 +97,7 @@ class Body(StructuredFields):
             skip_special_tokens=self.skip_special_tokens,
             n=self.n,
             cache_salt=self.cache_salt,
+            cache_pin_s=self.cache_pin_s,
         )
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

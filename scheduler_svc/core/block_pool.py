@@ -174,13 +174,13 @@ class BlockPool(Generic[BlockIdT]):
         self._blank = [block for block in blank if block < border]
         self._blank_beyond = [block for block in blank if block >= border]
 
-    def allocate_below_border(self) -> BlockIdT | None:
-        """Take a blank block below the border, with one holder; None: there is none."""
-        if not self._blank:
+    def allocate_before(self, block: BlockIdT) -> BlockIdT | None:
+        """Take the next blank block, with one holder, if its number is lower; else None."""
+        stack = self._blank or self._blank_beyond
+        if not stack or stack[-1] >= block:
             return None
-        block = self._blank.pop()
-        self._ref_counts[block] = 1
-        return block
+        self._ref_counts[stack[-1]] = 1
+        return stack.pop()
 
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
         """Let two blocks, neither of them blank, change numbers.

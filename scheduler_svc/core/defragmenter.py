@@ -7,9 +7,10 @@ others. Sequences run on meanwhile, so what was noted is checked again when it i
     source    held, and all its holders are tables or a pin that the pass knows of. So a block held
               by a step in flight, or copied from by a fork, stays where it is; so does one that is
               being swapped in, or that this plan copies to.
-    target    a blank block below H: then the block moves, and its old place is held until the step
-              is answered. Or a cached one below H: then the two exchange places, both copies in one
-              list, since all reads come before all writes.
+    target    a blank block: the source moves, and its old place is held until the step is
+              answered. Or a cached one: the two exchange places, both copies in one list, since all
+              reads come before all writes. Blank below H are taken first, then cached below H; if
+              others have taken these meanwhile, the next blank one that is lower than the source.
 
 A pass costs time in proportion to the pool and the tables; a step in a pass, to its moves; and a
 step without one, two comparisons.
@@ -47,6 +48,8 @@ class DefragmentationReport:
 @dataclass(slots=True)
 class _Pass:
     before: Fragmentation
+    border: DeviceBlockId
+    """The number of held blocks: the end of the room that they are to have."""
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     cached_targets: list[DeviceBlockId]
@@ -114,7 +117,7 @@ class Defragmenter:
 
     def _begin(self, before: Fragmentation) -> _Pass:
         pool = self._pool
-        border = pool.num_blocks - before.num_free_blocks
+        border = DeviceBlockId(pool.num_blocks - before.num_free_blocks)
         pool.set_border(border)
         counts = pool.ref_counts
         owners: dict[DeviceBlockId, list[tuple[Sequence, int]]] = defaultdict(list)
@@ -126,6 +129,7 @@ class Defragmenter:
         sources = (border + np.flatnonzero(counts[border:])).tolist()
         return _Pass(
             before=before,
+            border=border,
             sources=list(map(DeviceBlockId, sources)),
             cached_targets=[block for block in free if pool.is_cached(block)],
             owners=owners,
@@ -155,17 +159,16 @@ class Defragmenter:
             src = current.sources.pop()
             if src in written or not self._is_movable(src, current.owners.get(src, ())):
                 continue
-            if (dst := self._pool.allocate_below_border()) is not None:
-                draft.copy(src, dst)
-                draft.copied.append(src)
-            elif (dst := self._pop_cached(current.cached_targets)) is not None:
-                draft.copy(src, dst)
-                draft.copy(dst, src)
-                num_moved += 1
-            else:
+            dst, is_cached = self._take_target(current, src)
+            if dst is None:
                 current.sources.clear()
                 break
-            num_moved += 1
+            draft.copy(src, dst)
+            if is_cached:
+                draft.copy(dst, src)
+            else:
+                draft.copied.append(src)
+            num_moved += 1 + is_cached
             self._pool.exchange(src, dst)
             self._rename(src, dst, current.owners.get(src, ()))
             draft.renamed_src.append(src)
@@ -180,11 +183,14 @@ class Defragmenter:
         is_known = self._pool.ref_count(block) == num_known > 0
         return is_known and not self._tier.is_loading(block)
 
-    def _pop_cached(self, targets: list[DeviceBlockId]) -> DeviceBlockId | None:
-        while targets:
-            if self._pool.is_cached(block := targets.pop()):
-                return block
-        return None
+    def _take_target(self, current: _Pass, src: DeviceBlockId) -> tuple[DeviceBlockId | None, bool]:
+        """Return where a block goes, if anywhere, and whether that is a cached block's place."""
+        if (blank := self._pool.allocate_before(current.border)) is not None:
+            return blank, False
+        while current.cached_targets:
+            if self._pool.is_cached(target := current.cached_targets.pop()):
+                return target, True
+        return self._pool.allocate_before(src), False
 
     def _rename(
         self, src: DeviceBlockId, dst: DeviceBlockId, owners: Iterable[tuple[Sequence, int]]

@@ -35,7 +35,7 @@ class Fragmentation:
         """Share of the free blocks that is not in the longest run; 0 if none is free."""
         if not self.num_free_blocks:
             return 0.0
-        return 1 - self.longest_free_run / self.num_free_blocks
+        return (self.num_free_blocks - self.longest_free_run) / self.num_free_blocks
 
     @property
     def level(self) -> FragmentationLevel:
@@ -54,7 +54,7 @@ class SpaceReport:
     num_slots_held: int
     """Of the running sequences' block tables; a shared block counts for each."""
     num_slots_written: int
-    """Those with KV of a token, once the steps in flight are done."""
+    """Those with KV of a token; of the decodes in flight not yet."""
 
     @property
     def occupancy(self) -> float:

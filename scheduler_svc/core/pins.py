@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.marked_heap import MarkedHeap
+from scheduler_svc.core.plan import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
 
@@ -24,6 +25,7 @@ class Pins:
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
+        self._news: list[Pinned] = []  # their sources have not heard of it yet
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -50,8 +52,13 @@ class Pins:
                 self._loading.append((seq, until))
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
-                num_pinned = self._pin(self._pool.find(hashes), until)
-                seq.num_pinned_tokens = num_pinned * self._block_size
+                num_tokens = self._pin(self._pool.find(hashes), until) * self._block_size
+                self._news.append(Pinned(seq.request.source, seq.seq_key, num_tokens))
+
+    def take_news(self) -> tuple[Pinned, ...]:
+        """Return which prompts were pinned since the last call."""
+        news, self._news = tuple(self._news), []
+        return news
 
     def expire(self, now: float) -> None:
         """Let go of what has been pinned for its time."""

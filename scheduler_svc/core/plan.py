@@ -127,6 +127,16 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """A sequence's prompt is computed and stays in the prefix cache, as its request wanted."""
+
+    source: SourceId
+    seq_key: SeqKey
+    num_tokens: int
+    """How many of its first tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A sequence ended; it will not be heard of again."""
 
@@ -136,8 +146,6 @@ class Finished:
     stop_token_id: int | None = None
     error: str | None = None
     """For a person; set if the reason is ERROR."""
-    num_pinned_tokens: int = 0
-    """First tokens of its prompt that stay in the prefix cache, as its request wanted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,3 +163,5 @@ class News:
     admitted: tuple[Admitted, ...]
     """Sequences that left the queue since the last news."""
     finished: tuple[Finished, ...]
+    pinned: tuple[Pinned, ...] = ()
+    """Sequences whose prompt was pinned since the last news."""

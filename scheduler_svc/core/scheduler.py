@@ -208,7 +208,8 @@ class Scheduler:
         ended = self._running.pop_ended(outcome.step_id)
         finished += [self._finish(seq, FinishReason.LENGTH) for seq in ended]
         admitted, self._admitted = tuple(self._admitted), []
-        return News(sources, seq_keys, token_ids, index, admitted, tuple(finished))
+        pinned = self._pins.take_news()
+        return News(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
 
     def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
         """Return whose row it is; None: its sequence is gone."""
@@ -395,9 +396,7 @@ class Scheduler:
         self._drop_host_blocks(seq)
         if (leader := self._live.remove(seq)) is not None:
             self._waiting.push(leader)
-        return Finished(
-            seq.request.source, seq.seq_key, reason, stop_token_id, error, seq.num_pinned_tokens
-        )
+        return Finished(seq.request.source, seq.seq_key, reason, stop_token_id, error)
 
     def _known_tokens(self, seq: Sequence) -> Int32Array:
         return seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()

@@ -79,8 +79,6 @@ class Sequence:
     tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
-    num_pinned_tokens: int = 0
-    """First tokens of its prompt that its request had pinned when they were computed."""
     is_paced: bool = False
     """Whether what it has to compute was long once: then its chunks are kept short for others."""
     announced: bool = False

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from quire.v1 import recording_pb2
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core_calls import (
@@ -17,6 +18,7 @@ from scheduler_svc.core_calls import (
     Cancel,
     CancelSource,
     CoreOrigin,
+    Defragment,
     End,
     Entry,
     RecordedPlan,
@@ -81,6 +83,8 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
             entry.cancel.seq_keys = pack_uint64(seq_keys)
         case CancelSource(source):
             entry.cancel_source.source = source
+        case Defragment():
+            entry.defragment.SetInParent()
     return entry.SerializeToString()
 
 
@@ -173,8 +177,9 @@ def _origin_from_payload(payload: bytes) -> CoreOrigin:
 
 def _config_from_json(text: str) -> SchedulerConfig:
     members = _members(text)
-    if "preemption_mode" in members:
-        members["preemption_mode"] = PreemptionMode(members["preemption_mode"])
+    for name, kind in (("preemption_mode", PreemptionMode), ("eviction", Eviction)):
+        if name in members:
+            members[name] = kind(members[name])
     return SchedulerConfig(**members)
 
 
@@ -200,6 +205,8 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             call = Cancel(SourceId(message.cancel.source), tuple(seq_keys))
         case "cancel_source":
             call = CancelSource(SourceId(message.cancel_source.source))
+        case "defragment":
+            call = Defragment()
         case "end":
             return End(message.end.reason)
         case _:

@@ -4,7 +4,7 @@ A step costs work per array, not per sequence; only log-probabilities, admission
 looked at one by one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 
 import numpy as np
@@ -14,6 +14,8 @@ from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32
 from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.defragmenter import DefragmentationReport
+from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo
@@ -21,6 +23,7 @@ from scheduler_svc.wire.arrays import check_below
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
+_MAX_CACHE_PIN_S = 86400
 _MAX_N = 64
 """As in `quire.v1.GenerateRequest`."""
 
@@ -68,6 +71,11 @@ def request_from_proto(
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None and not (isfinite(deadline_s) and deadline_s >= 0):
         raise InvalidArgumentError("deadline_s", f"is {deadline_s}; it must be at least 0")
+    cache_pin_s = message.cache_pin_s if message.HasField("cache_pin_s") else None
+    if cache_pin_s is not None and not 0 < cache_pin_s <= _MAX_CACHE_PIN_S:  # also for NaN
+        raise InvalidArgumentError(
+            "cache_pin_s", f"is {cache_pin_s}; it must be in (0, {_MAX_CACHE_PIN_S}]"
+        )
     if len(message.outputs) not in {0, message.n}:
         raise InvalidArgumentError(
             "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
@@ -87,6 +95,7 @@ def request_from_proto(
         tenant=message.tenant,
         deadline=None if deadline_s is None else now + deadline_s,
         reads_prefix_cache=not message.sampling.HasField("prompt_logprobs"),
+        cache_pin_s=cache_pin_s,
         outputs=tuple(
             OutputSoFar(
                 token_ids=_token_ids_from_proto(
@@ -151,6 +160,10 @@ def news_to_proto(
             num_cached_tokens=admitted.num_cached_tokens,
             queue_s=admitted.queue_s,
         )
+    for pinned in news.pinned:
+        _output_of(outputs, pinned.source, step_id).pinned.add(
+            seq_key=pinned.seq_key, num_pinned_tokens=pinned.num_tokens
+        )
     for finished in news.finished:
         _output_of(outputs, finished.source, step_id).finished.append(_finished_to_proto(finished))
     return outputs
@@ -194,6 +207,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
         merged.admitted.extend(output.admitted)
         merged.finished.extend(output.finished)
         merged.prompt_logprobs.extend(output.prompt_logprobs)
+        merged.pinned.extend(output.pinned)
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4
@@ -247,8 +261,16 @@ def _by_source(
         yield SourceId(source), np.flatnonzero(sources == source)
 
 
-def load_to_proto(loads: Sequence[SchedulerLoad], num_held_seqs: int) -> common_pb2.Load:
-    """Add up the loads of the attached workers, and what waits for one to be attached."""
+def load_to_proto(
+    loads: Sequence[SchedulerLoad], num_held_seqs: int, spaces: Collection[SpaceReport]
+) -> common_pb2.Load:
+    """Add up the loads of the attached workers, and what waits for one to be attached.
+
+    Args:
+        loads: One for each worker that is attached.
+        num_held_seqs: Sequences that wait for a worker to be attached.
+        spaces: As `loads`.
+    """
     return common_pb2.Load(
         num_requests_running=sum(load.num_running for load in loads),
         num_requests_waiting=sum(load.num_waiting for load in loads) + num_held_seqs,
@@ -266,4 +288,29 @@ def load_to_proto(loads: Sequence[SchedulerLoad], num_held_seqs: int) -> common_
         num_swapped_in_blocks=sum(load.num_swapped_in_blocks for load in loads),
         num_demoted_blocks=sum(load.num_demoted_blocks for load in loads),
         num_promoted_blocks=sum(load.num_promoted_blocks for load in loads),
+        num_pinned_blocks=sum(load.num_pinned_blocks for load in loads),
+        num_moved_blocks=sum(load.num_moved_blocks for load in loads),
+        num_prefix_cache_queries=sum(load.prefix_cache_queries for load in loads),
+        num_prefix_cache_hits=sum(load.prefix_cache_hits for load in loads),
+        fragmentation=max((space.device.rate for space in spaces), default=0.0),
+        host_fragmentation=max((space.host.rate for space in spaces), default=0.0),
+        num_slots_held=sum(space.num_slots_held for space in spaces),
+        num_slots_written=sum(space.num_slots_written for space in spaces),
+    )
+
+
+def defragmentation_to_proto(
+    reports: Mapping[str, DefragmentationReport],
+) -> scheduler_pb2.DefragmentResponse:
+    """Make the answer of what was done at each worker, by its target."""
+    return scheduler_pb2.DefragmentResponse(
+        workers=[
+            scheduler_pb2.WorkerDefragmentation(
+                worker=worker,
+                rate_before=report.before.rate,
+                rate_after=report.after.rate,
+                num_moved_blocks=report.num_moved_blocks,
+            )
+            for worker, report in reports.items()
+        ]
     )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quire.v1 import common_pb2, scheduler_pb2
@@ -16,6 +17,8 @@ from rpc.settings import parse_settings
 from rpc.telemetry import inject
 from scheduler_svc import telemetry
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.defragmenter import DefragmentationReport
+from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.plan import Admitted, Finished, NewSequence, StepPlan
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -28,6 +31,8 @@ from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.router_streams import RouterStream, RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.space_metrics import SpaceCollector
+from scheduler_svc.space_watch import SpaceWatch
 
 
 def make_request(source=1, key=0, n=1, **changes):
@@ -69,6 +74,7 @@ class FakeLink:
     """A worker that answers nothing, because it is asked nothing."""
 
     lost = None
+    info = SimpleNamespace(worker_id="w")
 
 
 def make_session(spans):
@@ -339,6 +345,7 @@ def test_metrics_show_each_attached_workers_load():
         num_blocks=100,
         num_free_blocks=50,
         num_cached_blocks=25,
+        num_pinned_blocks=4,
         block_size=16,
         num_preemptions=1,
         prefix_cache_queries=200,
@@ -352,6 +359,8 @@ def test_metrics_show_each_attached_workers_load():
         num_swapped_in_blocks=12,
         num_demoted_blocks=11,
         num_promoted_blocks=10,
+        num_moved_blocks=14,
+        num_defragmentations=2,
     )
     registry = CollectorRegistry()
     registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
@@ -374,9 +383,42 @@ def test_metrics_show_each_attached_workers_load():
         'quire_kv_swapped_in_blocks_total{worker="a:1"} 12.0',
         'quire_kv_demoted_blocks_total{worker="a:1"} 11.0',
         'quire_kv_promoted_blocks_total{worker="a:1"} 10.0',
+        'quire_kv_pinned_blocks{worker="a:1"} 4.0',
+        'quire_kv_moved_blocks_total{worker="a:1"} 14.0',
+        'quire_kv_defragmentations_total{worker="a:1"} 2.0',
     ):
         assert line in lines
     assert not any('running{worker="b:1"}' in line for line in lines)
+
+
+def test_metrics_show_how_well_each_attached_workers_space_is_used():
+    space = SpaceReport(Fragmentation(8, 2), Fragmentation(10, 8), 40, 30)
+    registry = CollectorRegistry()
+    registry.register(SpaceCollector(lambda: {"a:1": space}))
+    lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        'quire_kv_fragmentation_rate{tier="device",worker="a:1"} 0.75',
+        'quire_kv_longest_free_run_blocks{tier="device",worker="a:1"} 2.0',
+        'quire_kv_fragmentation_level{tier="device",worker="a:1"} 2.0',
+        'quire_kv_fragmentation_level{tier="host",worker="a:1"} 1.0',
+        'quire_kv_token_occupancy{worker="a:1"} 0.75',
+    ):
+        assert line in lines
+
+
+def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
+    scattered, mended = Fragmentation(8, 2), Fragmentation(8, 8)
+    looked = DefragmentationReport(scattered, scattered, 0, has_moved=False)
+    moved = DefragmentationReport(scattered, mended, 6, has_moved=True)
+    watch = SpaceWatch("w")
+    with structlog.testing.capture_logs() as logs:
+        watch.hear([looked, looked])
+        watch.hear([moved, looked])
+    events = [(line["log_level"], line["event"]) for line in logs]
+    warning = ("warning", "free blocks are scattered")
+    assert events == [warning, ("info", "blocks were defragmented"), warning]
+    assert (logs[1]["rate_before"], logs[1]["rate_after"]) == (0.75, 0.0)
+    assert logs[1]["num_moved_blocks"] == 6
 
 
 @pytest.mark.parametrize(("age_s", "is_stalled"), [(0.0, False), (60.0, False), (66.0, True)])

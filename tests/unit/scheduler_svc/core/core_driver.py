@@ -22,7 +22,9 @@ def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
     return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
-def submit(core: Scheduler, key: int, prompt, *, max_tokens: int = 8, n: int = 1, salt: str = ""):
+def submit(
+    core: Scheduler, key: int, prompt, *, max_tokens: int = 8, n: int = 1, salt: str = "", **fields
+):
     request = Request(
         source=ROUTER,
         first_seq_key=SeqKey(key),
@@ -32,6 +34,7 @@ def submit(core: Scheduler, key: int, prompt, *, max_tokens: int = 8, n: int = 1
         max_tokens=max_tokens,
         sampling=b"",
         cache_salt=salt,
+        **fields,
     )
     core.submit(request, now=float(key))
     check(core)

@@ -1,0 +1,71 @@
+"""What defragmentation asks of a pool, by example."""
+
+import pytest
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.eviction import Eviction
+
+
+def make_pool(num_blocks=6, eviction=Eviction.LRU, evicted=None):
+    on_evict = None if evicted is None else lambda block, name: evicted.append((block, name))
+    return BlockPool(num_blocks, DeviceBlockId, on_evict, eviction)
+
+
+def test_a_held_block_and_a_taken_one_exchange_numbers():
+    pool = make_pool()
+    pool.allocate(5)
+    pool.publish(4, b"p")
+    pool.share([4])
+    pool.drop([1])
+    assert pool.allocate_before(4) == 1
+    pool.exchange(4, 1)
+    assert (pool.ref_count(1), pool.ref_count(4)) == (2, 1)
+    assert pool.find([b"p"]) == [1]
+    pool.drop([4])
+    assert pool.allocate(1) == [4], "the old place is blank: its content has gone"
+
+
+@pytest.mark.parametrize("eviction", list(Eviction))
+def test_a_cached_block_keeps_its_place_in_the_order_of_eviction(eviction):
+    evicted = []
+    pool = make_pool(4, eviction, evicted)
+    blocks = pool.allocate(4)
+    for block in blocks[:3]:
+        pool.publish(block, b"%d" % block)
+        pool.drop([block])
+    pool.exchange(3, 1)
+    assert (pool.ref_count(1), pool.is_cached(3)) == (1, True)
+    assert pool.find([b"1"]) == [3]
+    pool.allocate(3)
+    assert evicted == [(0, b"0"), (3, b"1"), (2, b"2")]
+
+
+def test_a_blank_block_has_nothing_to_exchange():
+    pool = make_pool()
+    pool.allocate(1)
+    with pytest.raises(BrokenInvariantError, match="exchange of blank block 5"):
+        pool.exchange(0, 5)
+
+
+def test_blocks_beyond_the_border_are_given_last_and_low_numbers_first():
+    pool = make_pool()
+    pool.drop(pool.allocate(6))
+    pool.set_border(3)
+    assert pool.allocate(2) == [0, 1]
+    pool.drop([0])
+    assert pool.allocate(4) == [0, 2, 3, 4]
+    pool.drop([4, 2])
+    assert pool.num_free == 3
+    assert pool.allocate_before(3) == 2
+    assert pool.allocate_before(4) is None, "4 is next"
+    assert pool.allocate_before(5) == 4
+
+
+def test_reference_counts_can_be_watched_but_not_changed():
+    pool = make_pool()
+    counts = pool.ref_counts
+    pool.share(pool.allocate(2))
+    assert counts.tolist() == [2, 2, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        counts[0] = 0

@@ -1,0 +1,111 @@
+"""The orders of eviction by example: which block goes when, exactly."""
+
+import pytest
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.eviction import Eviction
+
+ALL = pytest.mark.parametrize("eviction", list(Eviction))
+
+
+class Cache:
+    """A pool whose blocks are known by name, such as "a0" for the first block of prompt a."""
+
+    def __init__(self, eviction: Eviction, num_blocks: int = 8) -> None:
+        self.evicted: list[str] = []
+        self.pool = BlockPool(num_blocks, DeviceBlockId, self._hear, eviction)
+
+    def _hear(self, _block, block_hash):
+        self.evicted.append(block_hash.decode())
+
+    def use(self, *names: str) -> list[DeviceBlockId]:
+        """Find the first of a table's blocks, compute the others; return the held table."""
+        found = self.pool.find([name.encode() for name in names])
+        self.pool.share(found)
+        new = self.pool.allocate(len(names) - len(found))
+        for block, name in zip(new, names[len(found) :], strict=True):
+            self.pool.publish(block, name.encode())
+        return found + new
+
+    def run(self, *names: str) -> None:
+        self.pool.drop(self.use(*names))
+
+    def evict_all(self) -> str:
+        self.pool.drop(self.pool.allocate(self.pool.num_free))
+        return " ".join(self.evicted)
+
+
+def test_lru_evicts_what_was_used_longest_ago():
+    cache = Cache(Eviction.LRU)
+    cache.run("a0", "a1")
+    cache.run("b0", "b1")
+    cache.run("c0")
+    cache.run("a0")
+    assert cache.evict_all() == "a1 b1 b0 c0 a0"
+
+
+def test_lfu_evicts_what_was_hit_least_and_among_equals_what_was_used_longest_ago():
+    cache = Cache(Eviction.LFU)
+    cache.run("a0", "a1")
+    cache.run("b0", "b1")
+    cache.run("c0")
+    for _ in range(2):
+        cache.run("a0")
+    cache.run("c0")
+    cache.run("b0", "b1")
+    # hits: a0 2, c0 1 and then b1 b0 1, a1 0
+    assert cache.evict_all() == "a1 c0 b1 b0 a0"
+
+
+def test_fifo_evicts_what_was_cached_first_whatever_has_hit_it_since():
+    cache = Cache(Eviction.FIFO)
+    cache.run("a0", "a1")
+    cache.run("b0", "b1")
+    cache.run("c0")
+    cache.run("a0", "a1")
+    assert cache.evict_all() == "a1 a0 b1 b0 c0"
+
+
+@ALL
+def test_an_old_prefix_outlives_what_was_computed_after_it_just_now(eviction):
+    cache = Cache(eviction)
+    cache.run("a0", "a1")
+    cache.run("b0")
+    cache.run("a0", "a1", "x2", "x3")
+    order = cache.evict_all().split()
+    assert [name for name in order if name != "b0"] == ["x3", "x2", "a1", "a0"]
+
+
+@ALL
+def test_a_prefix_that_others_hold_meanwhile_outlives_what_continues_it(eviction):
+    cache = Cache(eviction)
+    cache.run("a0")
+    others = cache.use("a0")
+    cache.run("a0", "x1")
+    cache.pool.drop(others)
+    assert cache.evict_all() == "x1 a0"
+
+
+@ALL
+def test_what_is_evicted_is_new_when_it_comes_again(eviction):
+    cache = Cache(eviction, num_blocks=2)
+    cache.run("a0")
+    cache.run("a0")
+    cache.run("b0")
+    cache.evict_all()
+    cache.evicted.clear()
+    cache.run("a0")
+    cache.run("b0")
+    cache.run("b0")
+    assert cache.evict_all() == "a0 b0"
+
+
+@ALL
+def test_a_block_that_is_not_to_be_trusted_is_blank_at_once(eviction):
+    cache = Cache(eviction, num_blocks=2)
+    held = cache.use("a0")
+    cache.run("b0")
+    cache.pool.forget([held[0], *cache.pool.find([b"b0"])])
+    assert (cache.pool.num_blank, cache.pool.num_cached) == (1, 0)
+    cache.pool.drop(held)
+    assert (cache.evict_all(), cache.pool.num_blank) == ("", 2)

@@ -1,0 +1,149 @@
+"""Pins by example: what stays in the prefix cache, until when, and what it gives way to."""
+
+import pytest
+from core_driver import ROUTER, answer, make_core, new, schedule, submit
+
+from scheduler_svc.core.errors import NoPrefixCacheError
+from scheduler_svc.core.invariants import check
+
+A, B, C = range(8), range(50, 58), range(100, 108)
+
+
+def run(core, key, prompt, now=0.0, **options) -> list[int]:
+    """Take a request of one token to its end; return how much of each prompt was pinned."""
+    submit(core, key, prompt, max_tokens=1, **options)
+    pinned = []
+    while core.load().num_running + core.load().num_waiting:
+        plan = schedule(core, now)
+        rows = [row for row in plan.chunk_rows.tolist() if row in range(8)]
+        pinned += [pin.num_tokens for pin in answer(core, plan, *rows).pinned]
+    answer(core, schedule(core, now))
+    return pinned
+
+
+def num_found(core, prompt) -> int:
+    return core._lookup.num_cached_tokens(make_request(prompt))
+
+
+def make_request(prompt):
+    core = make_core()
+    submit(core, 0, [*prompt, 9])
+    return next(iter(core._live)).request
+
+
+def test_a_pinned_prompt_outlives_newer_ones_until_its_time_has_passed():
+    core = make_core(num_blocks=4, max_pinned_share=0.5)
+    assert run(core, 0, A, cache_pin_s=10.0) == [8]
+    run(core, 1, B)
+    assert run(core, 2, C) == []
+    assert (num_found(core, A), num_found(core, B), num_found(core, C)) == (8, 0, 8)
+    load = core.load()
+    assert (load.num_pinned_blocks, load.num_cached_blocks) == (2, 2)
+    core.schedule(now=9.9)
+    assert core.load().num_pinned_blocks == 2
+    core.schedule(now=10.0)
+    check(core)
+    assert (core.load().num_pinned_blocks, core.load().num_cached_blocks) == (0, 4)
+
+
+def test_who_asks_for_more_than_the_quota_gets_the_beginning():
+    core = make_core(num_blocks=8, max_pinned_share=0.25)
+    assert run(core, 0, range(20), cache_pin_s=10.0) == [8]
+    assert core.load().num_pinned_blocks == 2
+    assert run(core, 1, B, cache_pin_s=10.0, tenant="other") == [0], "one quota for all"
+    assert run(core, 2, A, cache_pin_s=10.0) == [8], "it is pinned already"
+
+
+def test_a_partial_block_is_not_pinned():
+    core = make_core()
+    assert run(core, 0, range(7), cache_pin_s=10.0) == [4]
+    assert run(core, 1, [1, 2, 3], cache_pin_s=10.0) == [0]
+
+
+def test_pinning_again_extends_and_never_shortens():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=10.0)
+    run(core, 1, [*A, 9], now=5.0, cache_pin_s=10.0)
+    run(core, 2, [*A, 9], now=6.0, cache_pin_s=1.0)
+    core.schedule(now=14.0)
+    assert core.load().num_pinned_blocks == 2
+    core.schedule(now=15.0)
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_several_outputs_pin_their_prompt_once():
+    core = make_core(max_pinned_share=0.5)
+    submit(core, 0, [*A, 1, 2], n=3, max_tokens=2, cache_pin_s=10.0)
+    first = schedule(core)
+    assert [pin.num_tokens for pin in answer(core, first, 0).pinned] == [8]
+    schedule(core)
+    assert core.load().num_pinned_blocks == 2
+    core.cancel(ROUTER, [0, 1, 2])
+    check(core)
+    assert core.load().num_pinned_blocks == 2
+
+
+def test_pins_go_when_nothing_runs_and_the_first_that_waits_does_not_fit():
+    core = make_core(num_blocks=4, max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=10.0)
+    run(core, 1, B, cache_pin_s=5.0)
+    submit(core, 2, range(100, 109), max_tokens=1)
+    plan = schedule(core, now=1.0)
+    assert [blocks for _, _, blocks in new(plan)] == [[3, 2, 1]]
+    assert core.load().num_pinned_blocks == 1, "those that end first go, the tail before the head"
+    assert (num_found(core, A), num_found(core, B)) == (4, 0)
+
+
+def test_pins_go_when_nobody_else_can_be_preempted():
+    core = make_core(num_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    submit(core, 1, B, max_tokens=8)
+    plan = schedule(core)
+    while not answer(core, plan, 0).finished:
+        plan = schedule(core)
+    load = core.load()
+    assert (load.num_preemptions, load.num_pinned_blocks) == (0, 0)
+
+
+def test_others_are_preempted_rather_than_pins_given_up():
+    core = make_core(num_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    submit(core, 1, [60, 61, 62], max_tokens=8)
+    submit(core, 2, [70, 71, 72], max_tokens=8)
+    plan = schedule(core)
+    while core.load().num_preemptions == 0:
+        answer(core, plan, *plan.chunk_rows.tolist() or (0, 1))
+        plan = schedule(core)
+    assert core.load().num_pinned_blocks == 2
+
+
+def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
+    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A)
+    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
+    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    plans = []
+    while not (plans and plans[-1].chunk_rows.size):
+        plans.append(schedule(core))
+        if len(plans) == 2 and not plans[-1].chunk_rows.size:
+            answer(core, plans.pop(0))
+    assert core.load().num_pinned_blocks == 0
+    assert plans[0].swap_in_dst_block_ids.size == 2
+    news = answer(core, plans[0])
+    assert [pin.num_tokens for pin in news.pinned] == [8]
+    assert core.load().num_pinned_blocks == 2
+
+
+def test_what_is_not_to_be_trusted_is_not_pinned():
+    core = make_core(max_pinned_share=0.5)
+    submit(core, 0, A, cache_pin_s=10.0)
+    plan = schedule(core)
+    assert core.load().num_pinned_blocks == 2
+    answer(core, plan, failed=[0])
+    assert (core.load().num_pinned_blocks, num_found(core, A)) == (0, 0)
+
+
+def test_without_prefix_caching_a_pin_is_refused():
+    core = make_core(enable_prefix_caching=False)
+    with pytest.raises(NoPrefixCacheError, match=r"cache_pin_s is 3\.0"):
+        submit(core, 0, A, cache_pin_s=3.0)
