@@ -65,11 +65,12 @@ class BlockLedger:
             self._own(np.full(len(own), new.row), own)
             self._digests[new.row] = self._prefix(new)[-1] if new.num_computed_tokens else 0
         self._own(step.appended_rows, step.appended_block_ids)
+        self._rename(step.renamed_src_block_ids, step.renamed_dst_block_ids)
         if len(step.copy_src_block_ids):
             self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
         self._write(rows, scheduled)
         for new in step.new_rows:
-            self._check_prefix(new)
+            self._check_prefix(new, rows)
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
         """Put each block into a row's table, as its own."""
@@ -84,6 +85,18 @@ class BlockLedger:
                 f"{self._num_holders[blocks[index]] - 1} other tables"
             )
         self._writer[blocks] = rows
+
+    def _rename(self, src: Int32Array, dst: Int32Array) -> None:
+        """Let holders and writers follow blocks to their new places, which nobody may have."""
+        holders, writers = self._num_holders[src], self._writer[src]
+        self._num_holders[src], self._writer[src] = 0, _NOBODY
+        taken = self._num_holders[dst] > 0
+        if taken.any():
+            index = int(np.argmax(taken))
+            raise BrokenInvariantError(
+                f"block {src[index]} is renamed to {dst[index]}, which is in a table"
+            )
+        self._num_holders[dst], self._writer[dst] = holders, writers
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Compute the scheduled tokens: one of each of many rows at once, longer chunks singly."""
@@ -114,10 +127,10 @@ class BlockLedger:
             )
         self._slots[blocks, positions % self._block_size] = digests
 
-    def _check_prefix(self, new: NewRow) -> None:
+    def _check_prefix(self, new: NewRow, rows: Rows) -> None:
         """Compare what a sequence found computed with what it must be."""
         positions = np.arange(new.num_computed_tokens)
-        blocks = new.block_ids[positions // self._block_size]
+        blocks = rows.block_tables[new.row, positions // self._block_size]
         wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
         if wrong.any():
             index = int(np.argmax(wrong))

@@ -45,6 +45,6 @@ def _find_scheduler() -> str:
     # What a stranger put there is no reason not to try the default.
     with contextlib.suppress(ServiceDirError):
         services = list(running_services())
-        if len(services) == 1:
+        if len(services) == 1 and services[0].scheduler_target:
             return services[0].scheduler_target
     return _DEFAULT_TARGET

@@ -70,7 +70,7 @@ class Layout:
     """Where this machine reaches the router's HTTP."""
     grpc_target: str
     scheduler_target: str
-    """The scheduler's, which only the user's own processes reach."""
+    """The scheduler's, which only processes of the user's own reach."""
     specs: tuple[ProcessSpec, ...]
 
 

@@ -42,9 +42,10 @@ class ServiceInfo:
     """The name that requests use."""
     http_address: str
     grpc_target: str
-    scheduler_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
+    scheduler_target: str = ""
+    """The scheduler's gRPC, for who operates the service; an older release does not say."""
 
 
 class ServiceDir:

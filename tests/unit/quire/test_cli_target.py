@@ -20,9 +20,7 @@ def services(tmp_path, monkeypatch):
     def add(grpc_target):
         directory = ServiceDir.create()
         directories.append(directory)
-        directory.write(
-            ServiceInfo(1, "/m", "m", "127.0.0.1:8000", grpc_target, "unix:/s", "/logs")
-        )
+        directory.write(ServiceInfo(1, "/m", "m", "127.0.0.1:8000", grpc_target, "/logs"))
 
     yield add
     for directory in directories:

@@ -106,6 +106,27 @@ async def test_a_fork_with_its_copy_is_right(steps):
     assert (await steps.submit(0, step)).sampled_rows.tolist() == [0, 1]
 
 
+async def test_a_block_that_moves_takes_its_writer_along(steps):
+    await steps.submit(0, first_step())
+    moves = {
+        "renamed_src_block_ids": ints(1),
+        "renamed_dst_block_ids": ints(7),
+        "copy_src_block_ids": ints(1),
+        "copy_dst_block_ids": ints(7),
+    }
+    assert (await steps.submit(0, StepInput(2, 1, **moves))).sampled_rows.tolist() == [0]
+    # its old place is another's now
+    other = StepInput(3, 1, new_rows=(new_row(1, blocks=(1, 2)),))
+    await steps.submit(0, other)
+
+
+async def test_a_block_may_not_move_to_where_another_is(steps):
+    await steps.submit(0, first_step())
+    step = StepInput(2, 1, renamed_src_block_ids=ints(1), renamed_dst_block_ids=ints(0))
+    with pytest.raises(BrokenInvariantError, match="block 1 is renamed to 0, which is in a table"):
+        await steps.submit(0, step)
+
+
 async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
     step = StepInput(1, 0, new_rows=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
@@ -117,12 +138,13 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_what_the_scheduler_core_plans_is_never_wrong(seed):
-    """Tiny pool, small vocabulary: preemption, prefix hits, forks, ends, two steps in flight."""
+    """Tiny pool, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
     dice = random.Random(seed)
     limits = Limits(4, 24, 8, 14, 2, 5)
     steps = make_steps(limits, mean_output_len=6)
     await steps.attach(0)
-    core = Scheduler(SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0))
+    moving = {"defragment_interval_s": 3.0, "defragment_threshold": 0.0}
+    core = Scheduler(SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0, **moving))
     in_flight = deque()
     submitted = ended = 0
     for turn in range(1500):
@@ -151,6 +173,7 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed):
     assert ended == submitted >= 60
     assert core.load().num_preemptions > 5
     assert core.load().prefix_cache_hits > 50
+    assert core.load().num_moved_blocks > 50
 
 
 def as_input(plan):
@@ -180,4 +203,6 @@ def as_input(plan):
         plan.copy_dst_block_ids,
         plan.chunk_rows,
         plan.chunk_lens,
+        renamed_src_block_ids=plan.renamed_src_block_ids,
+        renamed_dst_block_ids=plan.renamed_dst_block_ids,
     )
