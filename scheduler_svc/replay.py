@@ -184,6 +184,7 @@ class _Replayer:
             case Schedule(now, max_paced_tokens):
                 plan = self._core.schedule(now, max_paced_tokens)
                 self._hear_finished(self._core.take_expired())
+                self._core.take_reports()
                 return plan
             case Update(outcome):
                 self._hear(self._core.update(outcome))

@@ -83,8 +83,8 @@ class BlockPool(Generic[BlockIdT]):
         blocks = _pop(self._blank, count)
         if len(blocks) < count:
             blocks += _pop(self._blank_beyond, count - len(blocks))
-        while len(blocks) < count:
-            block_hash = self._cached.pop()
+        for _ in range(count - len(blocks)):
+            block_hash = self._cached.evict()
             block = self._hash_to_block.pop(block_hash)
             self._hashes[block] = None
             blocks.append(block)
@@ -210,7 +210,7 @@ _NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 def _pop(stack: list[BlockIdT], count: int) -> list[BlockIdT]:
     """Take up to `count` from a stack, as one after the other."""
-    start = max(0, len(stack) - count)
+    start = len(stack) - count if count < len(stack) else 0
     taken = stack[start:]
     del stack[start:]
     taken.reverse()

@@ -32,6 +32,10 @@ from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 
+_NOW, _NEVER = float("-inf"), float("inf")
+_LEAST_RATE = 1e-9
+"""With a threshold of 0 there must still be something to mend."""
+
 
 @dataclass(frozen=True, slots=True)
 class DefragmentationReport:
@@ -79,41 +83,46 @@ class Defragmenter:
         self._pins = pins
         self._pass: _Pass | None = None
         self._is_wanted = False
-        self._next_look = float("-inf") if config.defragment_interval_s else float("inf")
-        self._reports: list[DefragmentationReport] = []
+        self._interval_s = config.defragment_interval_s or _NEVER
+        self._next_look = 0.0 if config.defragment_interval_s else _NEVER
+        self._reports: tuple[DefragmentationReport, ...] = ()
+        self.due = self._next_look
+        """Until then `plan` may be spared."""
         self.num_moved = 0
         self.num_passes = 0
 
     def want(self) -> None:
         """Begin a pass with the next step, whatever the rate; after the current one if there is."""
         self._is_wanted = True
+        self.due = _NOW
 
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
         """Return what there is to say since the last call."""
-        reports, self._reports = tuple(self._reports), []
+        reports, self._reports = self._reports, ()
         return reports
 
     def plan(self, draft: PlanDraft, num_in_flight: int) -> None:
-        """Add moves to a plan that is otherwise complete, if it is time for any.
+        """Add moves to a plan that is otherwise complete; from `due` on, for every plan.
 
         Args:
             draft: The plan; it must be sent if it copies.
             num_in_flight: Steps sent before it that are not answered.
         """
+        if self._pass is None:
+            self._look(draft.now)
         if self._pass is not None:
             self._advance(self._pass, draft, num_in_flight)
-        elif self._is_wanted or draft.now >= self._next_look:
-            self._look(draft, num_in_flight)
+        self.due = self._next_look if self._pass is None and not self._is_wanted else _NOW
 
-    def _look(self, draft: PlanDraft, num_in_flight: int) -> None:
+    def _look(self, now: float) -> None:
+        """Begin a pass if there is reason to."""
         before = measure(self._pool.ref_counts)
         is_wanted, self._is_wanted = self._is_wanted, False
-        self._next_look = draft.now + (self._config.defragment_interval_s or float("inf"))
-        if is_wanted or before.rate >= max(self._config.defragment_threshold, 1e-9):
+        self._next_look = now + self._interval_s
+        if is_wanted or before.rate >= max(self._config.defragment_threshold, _LEAST_RATE):
             self._pass = self._begin(before)
-            self._advance(self._pass, draft, num_in_flight)
         else:
-            self._reports.append(DefragmentationReport(before, before, 0, has_moved=False))
+            self._reports += (DefragmentationReport(before, before, 0, has_moved=False),)
 
     def _begin(self, before: Fragmentation) -> _Pass:
         pool = self._pool
@@ -146,8 +155,8 @@ class Defragmenter:
             self._pass = None
             self.num_passes += 1
             after = measure(self._pool.ref_counts)
-            self._reports.append(
-                DefragmentationReport(current.before, after, current.num_moved, has_moved=True)
+            self._reports += (
+                DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )
 
     def _move(self, current: _Pass, draft: PlanDraft) -> int:

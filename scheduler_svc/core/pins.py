@@ -25,7 +25,9 @@ class Pins:
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
-        self._news: list[Pinned] = []  # their sources have not heard of it yet
+        self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
+        self.next_end = float("inf")
+        """No pin ends before that: `expire` may be spared until then."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -53,17 +55,18 @@ class Pins:
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
                 num_tokens = self._pin(self._pool.find(hashes), until) * self._block_size
-                self._news.append(Pinned(seq.request.source, seq.seq_key, num_tokens))
+                self._news += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_news(self) -> tuple[Pinned, ...]:
         """Return which prompts were pinned since the last call."""
-        news, self._news = tuple(self._news), []
+        news, self._news = self._news, ()
         return news
 
     def expire(self, now: float) -> None:
         """Let go of what has been pinned for its time."""
         while (first := self._by_end.first()) is not None and first[0][0] <= now:
             self._let_go(first[1])
+        self.next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
         """Let go of up to `count` blocks, those that would end first; say whether there were any.
@@ -92,6 +95,7 @@ class Pins:
 
     def _pin(self, blocks: Sequence[DeviceBlockId], until: float) -> int:
         """Pin the first of `blocks`, or pin them for longer; return how many there was room for."""
+        self.next_end = min(self.next_end, until)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
                 if len(self._ends) >= self._max_blocks:

@@ -149,7 +149,8 @@ class Scheduler:
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)
-        self._pins.expire(now)
+        if now >= self._pins.next_end:
+            self._pins.expire(now)
         num_preemptions = self._num_preemptions
         self._tier.begin_step()
         if not self._make_room(step):
@@ -167,7 +168,8 @@ class Scheduler:
         for seq in draft.long_prefills:
             if draft.budget and seq.status is SeqStatus.PREFILL:
                 self._compute_chunk(seq, draft, draft.budget)
-        self._defragmenter.plan(draft, len(self._steps))
+        if now >= self._defragmenter.due:
+            self._defragmenter.plan(draft, len(self._steps))
         has_work = draft.num_decodes or draft.chunk_lens or draft.copy_src
         if has_work or self._running.has_released_rows or self._tier.has_moves:
             return self._running.send(draft)
