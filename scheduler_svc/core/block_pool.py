@@ -121,10 +121,12 @@ class BlockPool(Generic[BlockIdT]):
                 raise BrokenInvariantError(f"drop of free block {block}")
             self._ref_counts[block] = count
             if count == 0:
-                if (block_hash := self._hashes[block]) is None:
-                    self._add_blank(block)
-                else:
+                if (block_hash := self._hashes[block]) is not None:
                     self._cached.add(block_hash)
+                elif block < self._border:
+                    self._blank.append(block)
+                else:
+                    self._blank_beyond.append(block)
 
     def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
         """Make a held, full block findable. If another block has this content, that one stays."""
@@ -139,7 +141,7 @@ class BlockPool(Generic[BlockIdT]):
                 continue
             if self._ref_counts[block] == 0:
                 self._cached.remove(block_hash)
-                self._add_blank(block)
+                (self._blank if block < self._border else self._blank_beyond).append(block)
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
             self._hashes[block] = None
@@ -200,9 +202,6 @@ class BlockPool(Generic[BlockIdT]):
         for block in (one, other):
             if (block_hash := self._hashes[block]) is not None:
                 self._hash_to_block[block_hash] = block
-
-    def _add_blank(self, block: BlockIdT) -> None:
-        (self._blank if block < self._border else self._blank_beyond).append(block)
 
 
 _NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)
