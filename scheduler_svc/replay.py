@@ -49,7 +49,7 @@ class Preemption:
     num_held_blocks: int
     """Blocks of sequences that had gone, still held by steps in flight."""
     num_own_blocks: int
-    """The length of its block table."""
+    """The length of its block table; and the block that it, a fork, was to copy from."""
     num_freed_blocks: int
     """How many of them became free; the others are shared."""
     num_known_tokens: int
@@ -246,7 +246,7 @@ class _WatchedScheduler(Scheduler):
             num_blocks_due=self._running.num_blocks_due(step),
             num_free_blocks=num_free,
             num_held_blocks=len(set(self._steps.held_blocks)),
-            num_own_blocks=len(seq.block_ids),
+            num_own_blocks=len(seq.block_ids) + (seq.copy_from is not None),
             num_freed_blocks=0,
             num_known_tokens=self._rows.num_tokens(seq.row),
             has_failed_swap_in=not can_swap,

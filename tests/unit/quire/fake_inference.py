@@ -70,5 +70,17 @@ class FakeInference(InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetLoad(self, request, context):
-        load = common_pb2.Load(num_requests_running=2, num_blocks=10, num_workers=1)
+        load = common_pb2.Load(
+            num_requests_running=2,
+            num_blocks=10,
+            num_workers=1,
+            num_host_blocks=4,
+            num_cached_host_blocks=2,
+            num_pinned_blocks=3,
+            num_prefix_cache_queries=8,
+            num_prefix_cache_hits=2,
+            fragmentation=0.25,
+            num_slots_held=160,
+            num_slots_written=120,
+        )
         return inference_pb2.GetLoadResponse(load=load)

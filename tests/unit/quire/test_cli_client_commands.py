@@ -20,6 +20,14 @@ async def test_generate_streams_the_text(served, capsys):
     assert (request.text, request.sampling.max_tokens) == ("hello", 7)
 
 
+async def test_a_prompt_is_pinned_if_it_is_said(served):
+    await run("generate", "a", "--target", served.target)
+    await run("generate", "a", "--target", served.target, "--cache-pin-s", "30")
+    first, second = served.fake.requests
+    assert not first.HasField("cache_pin_s")
+    assert second.cache_pin_s == 30.0
+
+
 async def test_generate_reads_standard_input(served, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert await run("generate", "-", "--target", served.target) == 0
@@ -61,3 +69,6 @@ async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
     output = capsys.readouterr().out
     assert "2 of 0 sequences running" in output
     assert "10 used" in output
+    assert "75% hold a token; 3 pinned; 25% fragmented" in output
+    assert "host blocks: 50% used, 2 cached" in output
+    assert "prefix cache: 25% of 8 tokens found" in output

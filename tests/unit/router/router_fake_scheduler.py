@@ -77,6 +77,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         stop_token_id: int | None = None,
         error: common_pb2.OutputError | None = None,
         admitted: Mapping[int, int] | None = None,
+        pinned: Mapping[int, int] | None = None,
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
     ):
         """Sends the news of one step: new tokens, ends and cached tokens, by sequence key."""
@@ -92,6 +93,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             admitted=[
                 scheduler_pb2.SequenceAdmitted(seq_key=key, num_cached_tokens=cached)
                 for key, cached in (admitted or {}).items()
+            ],
+            pinned=[
+                scheduler_pb2.SequencePinned(seq_key=key, num_pinned_tokens=count)
+                for key, count in (pinned or {}).items()
             ],
             finished=[
                 scheduler_pb2.SequenceFinished(

@@ -68,6 +68,25 @@ async def test_a_request_streams_deltas_then_one_end_then_usage(router):
     assert (live.request_id, live.model) == ("r1", "tiny")
 
 
+async def test_usage_says_how_much_of_the_prompt_is_pinned(router):
+    live, submit = await start(router, n=2, cache_pin_s=60.0)
+    assert submit.cache_pin_s == 60.0
+    key = submit.first_seq_key
+    # Its siblings fork from the first, and pin what is pinned already.
+    await router.scheduler.step({key: [5]}, pinned={key: 32, key + 1: 32}, finished={key: LENGTH})
+    await router.scheduler.step(finished={key + 1: LENGTH})
+    *_, usage = [event async for event in live]
+    assert usage.pinned_tokens == 32
+
+
+async def test_a_prompt_is_pinned_though_its_first_token_ends_it(router):
+    live, submit = await start(router, stop=("!",), cache_pin_s=60.0)
+    key = submit.first_seq_key
+    await router.scheduler.step({key: router.tokens("!")}, pinned={key: 16})
+    *_, usage = [event async for event in live]
+    assert usage.pinned_tokens == 16
+
+
 async def test_the_scheduler_is_told_everything_that_decides_the_outcome(router):
     sampling = SamplingParams(temperature=0.5, top_k=3, logit_bias={4: -1.0}, stop_token_ids=(9,))
     live, submit = await start(router, sampling=sampling, n=2, cache_salt="s")

@@ -93,6 +93,9 @@ def test_a_sampling_field_outside_its_range_is_refused(name, value, problem):
             {"request_id": "a\nb"},
             "request_id is 'a\\nb'; it must have printable characters only",
         ),
+        ({"cache_pin_s": 0.0}, "cache_pin_s is 0.0; it must be in (0, 86400]"),
+        ({"cache_pin_s": 86401.0}, "cache_pin_s is 86401.0; it must be in (0, 86400]"),
+        ({"cache_pin_s": math.nan}, "cache_pin_s is nan; it must be in (0, 86400]"),
         ({"cache_salt": "x" * 129}, "cache_salt has 129 characters; it must have at most 128"),
         (
             {"sampling": SamplingParams(logit_bias={3: math.nan})},
@@ -120,6 +123,7 @@ def test_every_limit_itself_is_accepted():
         n=64,
         stop=("x" * 1024,) * 16,
         cache_salt="x" * 128,
+        cache_pin_s=86400,
         request_id="x" * 128,
         sampling=SamplingParams(
             temperature=100,

@@ -162,6 +162,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
         for row, block in appended:
             self.rows[row].blocks.append(block)
+        renamed = zip(
+            unpack_int32(batch.renamed_src_block_ids, "renamed_src_block_ids").tolist(),
+            unpack_int32(batch.renamed_dst_block_ids, "renamed_dst_block_ids").tolist(),
+            strict=True,
+        )
+        names = dict(renamed)
+        for state in self.rows.values():
+            state.blocks = [names.get(block, block) for block in state.blocks]
         decoding = [row for row, state in self.rows.items() if self._decodes(state)]
         assert len(decoding) == batch.num_decodes, (batch.step_id, decoding, batch.num_decodes)
         sampling = [row for row in decoding if not self.rows[row].stopped]

@@ -81,6 +81,7 @@ class FakeRouter:
         self.finished = {}  # SequenceFinished by seq key
         self.admitted = {}
         self.logprobs = {}  # by seq key, parallel to tokens
+        self.pinned = {}  # tokens by seq key
         self.refused = {}  # by first seq key
         self.welcome = None
 
@@ -90,7 +91,9 @@ class FakeRouter:
         self.welcome = (await self.call.read()).welcome
         return self
 
-    async def submit(self, key, prompt, *, max_tokens=8, n=1, outputs=(), **sampling):
+    async def submit(
+        self, key, prompt, *, max_tokens=8, n=1, outputs=(), cache_pin_s=None, **sampling
+    ):
         await self.send(
             scheduler_pb2.Submit(
                 request_id=f"request-{key}",
@@ -101,6 +104,7 @@ class FakeRouter:
                     max_tokens=max_tokens, **{"seed": 1, **sampling}
                 ),
                 outputs=outputs,
+                cache_pin_s=cache_pin_s,
             )
         )
 
@@ -130,6 +134,8 @@ class FakeRouter:
             self.logprobs.setdefault(keys[item.index], []).append(item.logprob.logprob)
         for item in step.admitted:
             self.admitted[item.seq_key] = item
+        for item in step.pinned:
+            self.pinned[item.seq_key] = item.num_pinned_tokens
         for item in step.finished:
             assert item.seq_key not in self.finished, f"{item.seq_key} ends twice"
             self.finished[item.seq_key] = item
@@ -151,6 +157,10 @@ class FakeRouter:
         while not condition(load := await self.load()):
             pass
         return load
+
+    async def defragment(self):
+        response = await self.stub.Defragment(scheduler_pb2.DefragmentRequest())
+        return response.workers
 
     async def disconnect(self):
         self.call.cancel()

@@ -14,6 +14,7 @@ import pytest
 from quire.v1 import recording_pb2
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError, RequestRefusedError
+from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -33,6 +34,7 @@ CONFIG = SchedulerConfig(
     max_model_len=24,
     max_waiting=6,
     watermark=0.0,
+    eviction=Eviction.LFU,
 )
 INFO = WorkerInfo("w/0", "none", ModelInfo("m", 24, 2, (1,)), 4, 8, 10, 2)
 
@@ -43,6 +45,7 @@ class Driver:
     def __init__(self, core, seed):
         self.core = core
         self.dice = random.Random(seed)
+        self.more_dice = random.Random(f"more {seed}")  # so that requests are what they were
         self.worker = FakeWorker(core.config)
         self.unanswered = deque()
         self.now = 100.0
@@ -58,6 +61,8 @@ class Driver:
                 self.core.cancel(SourceId(0), [self.dice.randrange(self.num_submitted + 1)])
             if self.dice.random() < 0.01:
                 self.core.cancel_source(SourceId(1))
+            if self.more_dice.random() < 0.01:
+                self.core.defragment()
         for _ in range(300):
             self.schedule()
             self.update()
@@ -73,6 +78,7 @@ class Driver:
             n=n,
             max_tokens=self.dice.randint(1, 14),  # some are too long
             sampling=b"",
+            cache_pin_s=self.more_dice.choice([None, None, 5.0]),
         )
         if self.dice.random() < 0.1:
             known = OutputSoFar(np.array([0], np.int32), finished=False)
@@ -173,6 +179,8 @@ def test_the_run_has_in_it_what_matters(recorded):
     result = replay_bytes(path.read_bytes())
     assert len(result.preemptions) > 3
     assert result.num_refused > 3
+    assert result.load.num_moved_blocks > 3
+    assert any(plan.renamed_src_block_ids.size for plan in driver.plans)
     assert result.load.prefix_cache_hits > 0
     assert len(result.finish_reasons) == 3
     assert any(plan.copy_src_block_ids.size for plan in driver.plans)

@@ -1,14 +1,21 @@
 """Between the messages and the scheduler's own types."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
-from scheduler_svc.core.plan import Admitted, Finished, News, NewSequence, StepPlan
+from scheduler_svc.core.plan import Admitted, Finished, News, NewSequence, Pinned, StepPlan
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.wire.router import news_to_proto, refused_to_proto, request_from_proto
+from scheduler_svc.wire.router import (
+    merge_step_outputs,
+    news_to_proto,
+    refused_to_proto,
+    request_from_proto,
+)
 from scheduler_svc.wire.worker import plan_to_proto, result_from_proto, worker_info_from_proto
 
 
@@ -67,6 +74,14 @@ class TestNews:
         assert not stop.HasField("error")
         assert not error.HasField("stop_token_id")
         assert (error.error.code, error.error.message) == (13, "broken")
+
+    def test_pins_alone_are_a_message(self):
+        news = replace(make_news(), pinned=(Pinned(3, 1, 32), Pinned(3, 2, 0)))
+        (output,) = news_to_proto(1, news, ()).values()
+        pins = [(pinned.seq_key, pinned.num_pinned_tokens) for pinned in output.pinned]
+        assert pins == [(1, 32), (2, 0)]
+        merged = merge_step_outputs([output, scheduler_pb2.StepOutput(step_id=2)])
+        assert list(merged.pinned) == list(output.pinned)
 
     def test_every_finish_reason_has_its_own_number(self):
         finished = [Finished(1, key, reason) for key, reason in enumerate(FinishReason)]
@@ -202,6 +217,7 @@ def test_request_keeps_all_it_was_sent_with():
             priority=-3,
             tenant="a",
             deadline_s=2.5,
+            cache_pin_s=86400,
             outputs=[
                 scheduler_pb2.OutputSoFar(token_ids=pack_int32([5])),
                 scheduler_pb2.OutputSoFar(finished=True),
@@ -216,6 +232,7 @@ def test_request_keeps_all_it_was_sent_with():
     assert (request.n, request.max_tokens) == (2, 9)
     assert common_pb2.SamplingParams.FromString(request.sampling) == sampling
     assert (request.cache_salt, request.traceparent) == ("s", "t")
+    assert request.cache_pin_s == 86400.0
     assert (request.priority, request.tenant, request.deadline) == (-3, "a", 42.5)
     assert [(o.token_ids.tolist(), o.finished) for o in request.outputs] == [
         ([5], False),

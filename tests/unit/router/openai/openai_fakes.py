@@ -30,7 +30,7 @@ def spell(text: str, reason: FinishReason = FinishReason.STOP, **finish: Any) ->
             for offset, character in enumerate(text):
                 yield delta(character, output_index=j, offset=offset, request=request)
             yield OutputFinished(j, reason, **finish)
-        yield Usage(len(request.prompt), len(text) * request.n, 1)
+        yield Usage(len(request.prompt), len(text) * request.n, 1, 2)
 
     return events
 

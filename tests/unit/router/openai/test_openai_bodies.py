@@ -32,6 +32,7 @@ SHARED_FIELDS = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "cache_salt": "salt",
+    "cache_pin_s": 30.0,
     "request_id": "mine",
     "user": "no effect",
     "store": False,
@@ -62,6 +63,7 @@ def check_shared(request):
     assert request.include_stop_str_in_output
     assert not request.skip_special_tokens
     assert request.cache_salt == "salt"
+    assert request.cache_pin_s == 30.0
 
 
 async def test_every_field_of_a_completion_arrives(http, inference):

@@ -37,6 +37,7 @@ async def test_completion_in_one_piece(client):
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 3, 6)
     assert usage.prompt_tokens_details.cached_tokens == 1
+    assert usage.prompt_tokens_details.pinned_tokens == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""`quire defragment` against a fake of the scheduler."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from quire.cli.__main__ import main
+from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(self) -> None:
+        self.error: str | None = None
+
+    async def Defragment(self, request, context):  # noqa: ARG002, N802
+        if self.error is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.error)
+        worker = scheduler_pb2.WorkerDefragmentation(
+            worker="w:1", rate_before=0.75, rate_after=0.125, num_moved_blocks=9
+        )
+        return scheduler_pb2.DefragmentResponse(workers=[worker])
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[tuple[str, FakeScheduler]]:
+    fake, server = FakeScheduler(), grpc.aio.server()
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(fake, server)
+    # pytest's own temporary paths can be longer than a socket's may be.
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        server.add_insecure_port(f"unix:{folder}/s")
+        await server.start()
+        yield f"unix:{folder}/s", fake
+        await server.stop(0)
+
+
+async def run(target: str) -> int:
+    return await asyncio.to_thread(main, ["defragment", "--scheduler", target])
+
+
+async def test_it_says_what_was_done_at_each_worker(scheduler, capsys):
+    target, _ = scheduler
+    assert await run(target) == 0
+    expected = "w:1: 9 blocks moved, fragmentation 75.0% before, 12.5% after\n"
+    assert capsys.readouterr().out == expected
+
+
+async def test_what_fails_is_one_line_and_exit_code_1(scheduler, capsys):
+    target, fake = scheduler
+    fake.error = "no worker is attached"
+    assert await run(target) == 1
+    assert capsys.readouterr().err == f"quire: scheduler {target}: no worker is attached\n"
