@@ -153,7 +153,9 @@ class Rows:
         if len(src):
             names = np.arange(self._limits.num_blocks, dtype=np.int32)
             names[src] = dst
-            self.block_tables = names[self.block_tables]
+            (used,) = np.nonzero(self.is_used)
+            width = self.num_blocks[used].max(initial=0)
+            self.block_tables[used, :width] = names[self.block_tables[used, :width]]
 
     def _schedule(self, step: StepInput) -> ScheduledRows:
         (decoding,) = np.nonzero(self.is_decoding)

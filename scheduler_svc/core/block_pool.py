@@ -9,13 +9,15 @@ A block is in one of three states, told by its reference count and whether it ha
 Cached and blank blocks are both *free*. A held block may have a hash too; it is then shared by
 whoever finds it. Only a block with one holder and no hash is ever written.
 
-Blank blocks at or beyond the *border* are given last, so that what defragmentation has emptied
-stays empty. At first there are none.
+Blank blocks at or beyond the *border* are given last, lowest first, so that what defragmentation
+has emptied stays empty. At first there are none.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NewType, TypeVar
+from heapq import heappop, heappush
+from typing import Generic, NewType, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +51,9 @@ class BlockPool(Generic[BlockIdT]):
         self._hash_to_block: dict[BlockHash, BlockIdT] = {}
         self._cached = make_eviction_order(eviction)
         self._border = num_blocks
-        # Stacks, so that low numbers are used first and again, and the pool's end stays empty.
+        # A stack, so that low numbers are used first and again, and the pool's end stays empty.
         self._blank = [block_id(b) for b in reversed(range(num_blocks))]
-        self._blank_beyond: list[BlockIdT] = []
+        self._blank_beyond: list[BlockIdT] = []  # a heap
 
     @property
     def num_free(self) -> int:
@@ -80,10 +82,13 @@ class BlockPool(Generic[BlockIdT]):
         """
         if count > self.num_free:
             raise BrokenInvariantError(f"allocate({count}) with {self.num_free} free blocks")
-        blocks = _pop(self._blank, count)
-        if len(blocks) < count:
-            blocks += _pop(self._blank_beyond, count - len(blocks))
-        for _ in range(count - len(blocks)):
+        num_left = max(0, len(self._blank) - count)
+        blocks = self._blank[num_left:]
+        blocks.reverse()
+        del self._blank[num_left:]
+        while len(blocks) < count and self._blank_beyond:
+            blocks.append(heappop(self._blank_beyond))
+        while len(blocks) < count:
             block_hash = self._cached.evict()
             block = self._hash_to_block.pop(block_hash)
             self._hashes[block] = None
@@ -126,7 +131,7 @@ class BlockPool(Generic[BlockIdT]):
                 elif block < self._border:
                     self._blank.append(block)
                 else:
-                    self._blank_beyond.append(block)
+                    heappush(self._blank_beyond, block)
 
     def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
         """Make a held, full block findable. If another block has this content, that one stays."""
@@ -141,7 +146,10 @@ class BlockPool(Generic[BlockIdT]):
                 continue
             if self._ref_counts[block] == 0:
                 self._cached.remove(block_hash)
-                (self._blank if block < self._border else self._blank_beyond).append(block)
+                if block < self._border:
+                    self._blank.append(block)
+                else:
+                    heappush(self._blank_beyond, block)
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
             self._hashes[block] = None
@@ -169,20 +177,26 @@ class BlockPool(Generic[BlockIdT]):
         """Whether nobody holds `block`, and it can still be found by hash."""
         return self._ref_counts[block] == 0 and self._hashes[block] is not None
 
-    def set_border(self, border: int) -> None:
+    def set_border(self, border: BlockIdT) -> None:
         """Give blank blocks below `border` first, lowest first, and those beyond it last."""
-        blank = sorted(self._blank + self._blank_beyond, reverse=True)
+        is_blank = np.zeros(self.num_blocks, np.bool_)
+        is_blank[self._blank + self._blank_beyond] = True
+        blank = cast("list[BlockIdT]", np.flatnonzero(is_blank).tolist())
+        num_below = bisect_left(blank, border)
         self._border = border
-        self._blank = [block for block in blank if block < border]
-        self._blank_beyond = [block for block in blank if block >= border]
+        self._blank = blank[:num_below][::-1]
+        self._blank_beyond = blank[num_below:]
 
     def allocate_before(self, block: BlockIdT) -> BlockIdT | None:
         """Take the next blank block, with one holder, if its number is lower; else None."""
-        stack = self._blank or self._blank_beyond
-        if not stack or stack[-1] >= block:
+        if self._blank and self._blank[-1] < block:
+            found = self._blank.pop()
+        elif not self._blank and self._blank_beyond and self._blank_beyond[0] < block:
+            found = heappop(self._blank_beyond)
+        else:
             return None
-        self._ref_counts[stack[-1]] = 1
-        return stack.pop()
+        self._ref_counts[found] = 1
+        return found
 
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
         """Let two blocks, neither of them blank, change numbers.
@@ -205,12 +219,3 @@ class BlockPool(Generic[BlockIdT]):
 
 
 _NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)
-
-
-def _pop(stack: list[BlockIdT], count: int) -> list[BlockIdT]:
-    """Take up to `count` from a stack, as one after the other."""
-    start = len(stack) - count if count < len(stack) else 0
-    taken = stack[start:]
-    del stack[start:]
-    taken.reverse()
-    return taken

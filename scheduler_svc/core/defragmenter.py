@@ -16,9 +16,11 @@ A pass costs time in proportion to the pool and the tables; a step in a pass, to
 step without one, two comparisons.
 """
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 import numpy as np
 
@@ -49,6 +51,36 @@ class DefragmentationReport:
     """Whether there was a pass; else it was only looked at."""
 
 
+class _Owners:
+    """Whose tables named which blocks, and where in them, when a pass began."""
+
+    def __init__(self, running: Iterable[Sequence], border: DeviceBlockId) -> None:
+        """Look at the blocks from `border` on."""
+        # There may be a hundred thousand: arrays, parallel, until they are sorted by block.
+        self._seqs = list(running)
+        lens = np.array([len(seq.block_ids) for seq in self._seqs], np.intp)
+        tables = chain.from_iterable(seq.block_ids for seq in self._seqs)
+        blocks = np.fromiter(tables, np.int32, int(lens.sum()))
+        (places,) = np.nonzero(blocks >= border)
+        places = places[np.argsort(blocks[places], kind="stable")]
+        seq_of = np.repeat(np.arange(len(lens)), lens)[places]
+        starts = np.cumsum(lens) - lens
+        self._blocks: list[int] = blocks[places].tolist()
+        self._seq_of: list[int] = seq_of.tolist()
+        self._index: list[int] = (places - starts[seq_of]).tolist()
+
+    def of(self, block: DeviceBlockId) -> list[tuple[Sequence, int]]:
+        """Return whose tables name it still, and where in them."""
+        owners = []
+        for place in range(bisect_left(self._blocks, block), len(self._blocks)):
+            if self._blocks[place] != block:
+                break
+            seq, index = self._seqs[self._seq_of[place]], self._index[place]
+            if index < len(seq.block_ids) and seq.block_ids[index] == block:
+                owners.append((seq, index))
+        return owners
+
+
 @dataclass(slots=True)
 class _Pass:
     before: Fragmentation
@@ -56,10 +88,9 @@ class _Pass:
     """The number of held blocks: the end of the room that they are to have."""
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
-    cached_targets: list[DeviceBlockId]
-    """Descending; taken from the end."""
-    owners: dict[DeviceBlockId, list[tuple[Sequence, int]]]
-    """Whose tables named each source, and where, when the pass began."""
+    free_targets: list[DeviceBlockId]
+    """Descending; taken from the end, those that are cached then."""
+    owners: _Owners
     num_moved: int = 0
     last_step: StepId | None = None
     """The last that moved something; None: none has."""
@@ -129,19 +160,14 @@ class Defragmenter:
         border = DeviceBlockId(pool.num_blocks - before.num_free_blocks)
         pool.set_border(border)
         counts = pool.ref_counts
-        owners: dict[DeviceBlockId, list[tuple[Sequence, int]]] = defaultdict(list)
-        for seq in self._running:
-            for index, block in enumerate(seq.block_ids):
-                if block >= border:
-                    owners[block].append((seq, index))
-        free = map(DeviceBlockId, np.flatnonzero(counts[:border] == 0)[::-1].tolist())
-        sources = (border + np.flatnonzero(counts[border:])).tolist()
+        sources = border + np.flatnonzero(counts[border:])
+        free = np.flatnonzero(counts[:border] == 0)[::-1]
         return _Pass(
             before=before,
             border=border,
-            sources=list(map(DeviceBlockId, sources)),
-            cached_targets=[block for block in free if pool.is_cached(block)],
-            owners=owners,
+            sources=cast("list[DeviceBlockId]", sources.tolist()),
+            free_targets=cast("list[DeviceBlockId]", free.tolist()),
+            owners=_Owners(self._running, border),
         )
 
     def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
@@ -166,7 +192,8 @@ class Defragmenter:
             if not current.sources:
                 break
             src = current.sources.pop()
-            if src in written or not self._is_movable(src, current.owners.get(src, ())):
+            owners = current.owners.of(src)
+            if src in written or not self._is_movable(src, len(owners)):
                 continue
             dst, is_cached = self._take_target(current, src)
             if dst is None:
@@ -179,16 +206,17 @@ class Defragmenter:
                 draft.copied.append(src)
             num_moved += 1 + is_cached
             self._pool.exchange(src, dst)
-            self._rename(src, dst, current.owners.get(src, ()))
+            for seq, index in owners:
+                seq.block_ids[index] = dst
+            if src in self._pins:
+                self._pins.rename(src, dst)
             draft.renamed_src.append(src)
             draft.renamed_dst.append(dst)
         return num_moved
 
-    def _is_movable(self, block: DeviceBlockId, owners: Iterable[tuple[Sequence, int]]) -> bool:
+    def _is_movable(self, block: DeviceBlockId, num_tables: int) -> bool:
         """Whether a block is held, and nobody holds it who would not hear that it moves."""
-        num_known = (block in self._pins) + sum(
-            index < len(seq.block_ids) and seq.block_ids[index] == block for seq, index in owners
-        )
+        num_known = num_tables + (block in self._pins)
         is_known = self._pool.ref_count(block) == num_known > 0
         return is_known and not self._tier.is_loading(block)
 
@@ -196,16 +224,7 @@ class Defragmenter:
         """Return where a block goes, if anywhere, and whether that is a cached block's place."""
         if (blank := self._pool.allocate_before(current.border)) is not None:
             return blank, False
-        while current.cached_targets:
-            if self._pool.is_cached(target := current.cached_targets.pop()):
+        while current.free_targets:
+            if self._pool.is_cached(target := current.free_targets.pop()):
                 return target, True
         return self._pool.allocate_before(src), False
-
-    def _rename(
-        self, src: DeviceBlockId, dst: DeviceBlockId, owners: Iterable[tuple[Sequence, int]]
-    ) -> None:
-        for seq, index in owners:
-            if index < len(seq.block_ids) and seq.block_ids[index] == src:
-                seq.block_ids[index] = dst
-        if src in self._pins:
-            self._pins.rename(src, dst)
