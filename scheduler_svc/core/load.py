@@ -16,7 +16,7 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
     """Take a snapshot of `core`; it costs the same whatever there is."""
     return SchedulerLoad(
         num_running=len(core._running),
-        num_waiting=core._num_waiting,
+        num_waiting=len(core._waiting) + core._live.num_siblings,
         num_swapped=core._num_swapped,
         max_num_seqs=core.config.max_num_seqs,
         num_blocks=core.config.num_blocks,

@@ -26,8 +26,7 @@ class Pins:
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
         self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
-        self.next_end = float("inf")
-        """No pin ends before that: `expire` may be spared until then."""
+        self._next_end = float("inf")  # no pin ends before that
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -64,9 +63,11 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """Let go of what has been pinned for its time."""
+        if now < self._next_end:
+            return
         while (first := self._by_end.first()) is not None and first[0][0] <= now:
             self._let_go(first[1])
-        self.next_end = first[0][0] if first is not None else float("inf")
+        self._next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
         """Let go of up to `count` blocks, those that would end first; say whether there were any.
@@ -95,7 +96,7 @@ class Pins:
 
     def _pin(self, blocks: Sequence[DeviceBlockId], until: float) -> int:
         """Pin the first of `blocks`, or pin them for longer; return how many there was room for."""
-        self.next_end = min(self.next_end, until)
+        self._next_end = min(self._next_end, until)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
                 if len(self._ends) >= self._max_blocks:

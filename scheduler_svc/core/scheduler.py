@@ -85,7 +85,8 @@ class Scheduler:
         """
         check_length(request, self.max_request_len)
         check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
-        check_queue(request, self._num_waiting, self.config.max_waiting)
+        num_waiting = len(self._waiting) + self._live.num_siblings
+        check_queue(request, num_waiting, self.config.max_waiting)
         for seq in self._live.add(request, self._policy.place(request, now), now):
             self._waiting.push(seq)
 
@@ -149,8 +150,7 @@ class Scheduler:
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)
-        if now >= self._pins.next_end:
-            self._pins.expire(now)
+        self._pins.expire(now)
         num_preemptions = self._num_preemptions
         self._tier.begin_step()
         if not self._make_room(step):
@@ -222,10 +222,6 @@ class Scheduler:
         """Return a snapshot."""
         return read_load(self)
 
-    @property
-    def _num_waiting(self) -> int:
-        return len(self._waiting) + self._live.num_siblings
-
     # --- parts of a step ------------------------------------------------------------------------
 
     def _make_room(self, step: StepId) -> bool:
@@ -237,8 +233,7 @@ class Scheduler:
         while self._running.num_blocks_due(step) > self._pool.num_free:
             if self._steps.hold_blocks:
                 return False
-            num_short = self._running.num_blocks_due(step) - self._pool.num_free
-            if len(self._running) > 1 or not self._pins.give_up(num_short):
+            if len(self._running) > 1 or not self._pins.give_up(1):
                 self._preempt(self._running.last(self._rank))
         return True
 

@@ -379,6 +379,7 @@ def test_every_call_that_changes_a_core_is_recorded():
         "num_steps_in_flight",
         "load",
         "drain",
+        "owner",
         "check_deadline",
         "take_expired",
         "take_reports",
