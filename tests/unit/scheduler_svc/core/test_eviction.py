@@ -1,6 +1,8 @@
 """The orders of eviction by example: which block goes when, exactly."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.eviction import Eviction
@@ -109,3 +111,20 @@ def test_a_block_that_is_not_to_be_trusted_is_blank_at_once(eviction):
     assert (cache.pool.num_blank, cache.pool.num_cached) == (1, 0)
     cache.pool.drop(held)
     assert (cache.evict_all(), cache.pool.num_blank) == ("", 2)
+
+
+@ALL
+@given(
+    num_blocks=st.integers(4, 10),
+    uses=st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(0, 2)), max_size=40),
+)
+def test_whatever_is_found_has_its_prefix_found_too(eviction, num_blocks, uses):
+    """Prompts are words; their blocks are the words' beginnings, and some are held for a while."""
+    cache = Cache(eviction, num_blocks)
+    held: list[list[DeviceBlockId]] = []
+    for word, num_kept in uses:
+        while len(held) > num_kept or (held and cache.pool.num_free < len(word)):
+            cache.pool.drop(held.pop(0))
+        held.append(cache.use(*(word[: length + 1] for length in range(len(word)))))
+        names = {name.decode() for name in cache.pool._hash_to_block}
+        assert all(name[:-1] in names for name in names if len(name) > 1)
