@@ -6,7 +6,7 @@ import sys
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.json_fields import ModelError
 from gpu_worker.settings import WorkerSettings
-from rpc import logs, telemetry
+from rpc import logs, telemetry, timeline
 from rpc.server import run
 from rpc.settings import parse_settings
 
@@ -19,6 +19,7 @@ def main() -> None:
     settings = parse_settings(WorkerSettings, "quire-worker")
     logs.configure(settings.log_level, settings.log_format, "worker")
     telemetry.configure("quire-worker", settings)
+    timeline.configure("worker", settings.timeline_dir)
     try:
         run(run_worker(settings))
     except (ModelError, StepsFailedError) as error:

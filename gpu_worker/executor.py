@@ -30,6 +30,7 @@ from gpu_worker.step import (
 )
 from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.upload import upload
+from rpc import timeline
 
 
 class Decoder(Protocol):
@@ -131,21 +132,25 @@ class Executor:
             InvalidArgumentError, BrokenInvariantError: as `Rows.apply`; only `reset` goes on then.
         """
         start_s = time.monotonic()
-        scheduled = self.rows.apply(step)
-        self._change_sequences(step)
-        failed_swap_ins = self._swap(step)
-        if len(step.copy_src_block_ids):
-            blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
-            src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
-            self._pool.copy(src, dst)
+        with timeline.span("change the rows"):
+            scheduled = self.rows.apply(step)
+            self._change_sequences(step)
+        with timeline.span("move blocks"):
+            failed_swap_ins = self._swap(step)
+            if len(step.copy_src_block_ids):
+                blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
+                src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
+                self._pool.copy(src, dst)
         readback = prompt_scores = None
         if len(scheduled.rows):
-            batch = build_input_batch(
-                self.rows, scheduled, self._last_token_ids, self._limits.block_size
-            )
-            hidden = self._model.forward(
-                batch.token_ids, batch.positions, self._pool, batch.metadata
-            )
+            with timeline.span("gather the inputs"):
+                batch = build_input_batch(
+                    self.rows, scheduled, self._last_token_ids, self._limits.block_size
+                )
+            with timeline.span("forward"):
+                hidden = self._model.forward(
+                    batch.token_ids, batch.positions, self._pool, batch.metadata
+                )
             if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
                 prompt_scores = score_prompts(
                     hidden, self.rows, scheduled, self._sampler.table, self._model.logits
@@ -214,7 +219,10 @@ class Executor:
         rows = scheduled.rows[scheduled.sampling]
         positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
         num_outputs = positions - self.rows.num_prompt[rows]
-        sampled = self._sampler.sample(self._model.logits(hidden), rows, positions, num_outputs)
+        with timeline.span("logits"):
+            logits = self._model.logits(hidden)
+        with timeline.span("sample"):
+            sampled = self._sampler.sample(logits, rows, positions, num_outputs)
         self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
         return sampled
 

@@ -18,6 +18,7 @@ from gpu_worker.wire import (
 )
 from gpu_worker.worker_info import WorkerInfo, WorkerState
 from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc import timeline
 from rpc.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -138,7 +139,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             async for output in execution.results.results():
                 assert execution.attachment is not None, "a result without a batch"
                 execution.attachment.done_step_id = output.step_id
-                await context.write(step_output_to_proto(output, execution.attachment.epoch))
+                with timeline.span("encode the result"):
+                    message = step_output_to_proto(output, execution.attachment.epoch)
+                await context.write(message)
         finally:
             reader.cancel()
             execution.results.close()
@@ -197,7 +200,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
         newest.last_step_id = batch.step_id
-        return steps.submit(newest.number, step_input_from_proto(batch, info.limits))
+        with timeline.span("decode the batch"):
+            step = step_input_from_proto(batch, info.limits)
+        return steps.submit(newest.number, step)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:

@@ -20,6 +20,7 @@ import torch
 from gpu_worker import metrics
 from gpu_worker.executor import Executor, LaunchedStep
 from gpu_worker.step import StepInput, StepOutput
+from rpc import timeline
 from rpc.errors import UnavailableError
 
 _POLL_S = 0.0002
@@ -172,14 +173,17 @@ class StepLoop:
             self._tell(job.result, problem)
             return
         try:
-            self._pending.append((job, self._executor.launch(job.step)))
+            with timeline.span("launch a step"):
+                launched = self._executor.launch(job.step)
+            self._pending.append((job, launched))
         except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
             self._fail(job, error)
 
     def _collect(self) -> None:
         job, launched = self._pending.popleft()
         try:
-            output = self._executor.collect(launched)
+            with timeline.span("collect a step"):
+                output = self._executor.collect(launched)
         except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
             self._fail(job, error)
             return

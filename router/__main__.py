@@ -2,7 +2,7 @@
 
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc import logs, telemetry
+from rpc import logs, telemetry, timeline
 from rpc.server import run
 from rpc.settings import parse_settings
 
@@ -12,6 +12,7 @@ def main() -> None:
     settings = parse_settings(RouterSettings, "quire-router")
     logs.configure(settings.log_level, settings.log_format, "router")
     telemetry.configure("quire-router", settings)
+    timeline.configure("router", settings.timeline_dir)
     run(run_router(settings))
 
 

@@ -21,6 +21,7 @@ from router.outbox import Outbox
 from router.scheduler_news import News, Refusal, SchedulerModel, StepNews, Welcome
 from router.scheduler_wire import news_from_proto
 from router.wire import load_from_proto
+from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
@@ -249,7 +250,8 @@ class SchedulerClient:
     def _hear(self, news: News) -> None:
         match news:
             case StepNews():
-                self._hear_step(news)
+                with timeline.span("hear a step"):
+                    self._hear_step(news)
             case Refusal():
                 self._hear_refusal(news)
             case Welcome():

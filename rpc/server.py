@@ -20,7 +20,7 @@ from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rpc import telemetry
+from rpc import telemetry, timeline
 from rpc.health import Health
 from rpc.health_service import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.probes import probes
@@ -120,6 +120,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         raise SystemExit(1) from None
     finally:
         telemetry.shutdown()
+        timeline.write()
 
 
 def _make_grpc_server(

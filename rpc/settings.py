@@ -60,6 +60,9 @@ class ProcessSettings(BaseSettings):
     """How log lines look; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
     """Where spans go, by OTLP over gRPC, such as http://localhost:4317; empty: nowhere."""
+    timeline_dir: Path | None = None
+    """Directory for a file of what this process did when, written when it ends, to look at in
+    Perfetto; unset: none is made. `quire bench --profile` makes one of all processes."""
 
     @field_validator("uds")
     @classmethod

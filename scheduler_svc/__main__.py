@@ -4,7 +4,7 @@ import sys
 
 import structlog
 
-from rpc import logs, telemetry
+from rpc import logs, telemetry, timeline
 from rpc.errors import StaleEpochError
 from rpc.server import run
 from rpc.settings import parse_settings
@@ -23,6 +23,7 @@ def main() -> None:
     settings = parse_settings(SchedulerSettings, "quire-scheduler")
     logs.configure(settings.log_level, settings.log_format, "scheduler")
     telemetry.configure("quire-scheduler", settings)
+    timeline.configure("scheduler", settings.timeline_dir)
     try:
         run(run_scheduler(settings))
     except StaleEpochError as error:

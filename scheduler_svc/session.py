@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 
+from rpc import timeline
 from rpc.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -170,14 +171,16 @@ class Session:
     def _send_steps(self) -> None:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
-            plan = self._core.schedule(time.monotonic(), self._pacer.max_paced_tokens)
+            with timeline.span("schedule"):
+                plan = self._core.schedule(time.monotonic(), self._pacer.max_paced_tokens)
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)
             self._space_watch.hear(self._core.take_reports())
             if plan is None:
                 return
-            self._link.send(plan)
+            with timeline.span("encode the batch"):
+                self._link.send(plan)
             self._at_worker.sent(plan)
             self._meter.sent(plan)
             self._pacer.sent(plan)
@@ -190,8 +193,10 @@ class Session:
             self._streams.deliver(
                 prompt_logprobs_to_proto(timed.step_id, result.prompt_logprobs, self._core.owner)
             )
-        news = self._core.update(result.outcome)
-        self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
+        with timeline.span("update"):
+            news = self._core.update(result.outcome)
+        with timeline.span("tell the routers"):
+            self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
         self._metrics.update.observe(time.perf_counter() - started)
         self.has_progressed = True
         self._meter.answered(result.execute_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from scheduler_svc.core.plan import StepPlan
@@ -137,8 +138,17 @@ class WorkerLink:
             raise InvalidArgumentError(
                 "step_id", f"is {message.step_id}; the oldest step in flight is {expected}"
             )
-        result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
+        with timeline.span("decode the result"):
+            result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
         sent = self._in_flight.popleft()
+        if timeline.is_on():
+            timeline.add(
+                "a step, from sending to result",
+                f"in flight {sent.step_id % 2}",
+                int(sent.sent_at * 1e9),
+                step_id=sent.step_id,
+                execute_ms=message.execute_s * 1e3,
+            )
         self._results.append(TimedResult(sent.step_id, result, self._loop.time() - sent.sent_at))
         self._wake.set()
 

@@ -3,7 +3,7 @@
 import sys
 
 from gpu_worker.json_fields import ModelError
-from rpc import logs, telemetry
+from rpc import logs, telemetry, timeline
 from rpc.server import run
 from rpc.settings import parse_settings
 from sim_worker.app import run_sim_workers
@@ -15,6 +15,7 @@ def main() -> None:
     settings = parse_settings(SimWorkerSettings, "quire-sim-worker")
     logs.configure(settings.log_level, settings.log_format, "sim-worker")
     telemetry.configure("quire-sim-worker", settings)
+    timeline.configure("sim-worker", settings.timeline_dir)
     try:
         run(run_sim_workers(settings))
     except ModelError as error:

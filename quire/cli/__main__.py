@@ -13,6 +13,7 @@ COMMANDS: Final = {
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
     "defragment": "move the KV blocks in use together",
+    "bench": "measure a service, and show where its time goes",
     "replay": "check a scheduler's recording, and explain its preemptions",
 }
 

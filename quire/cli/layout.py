@@ -22,6 +22,7 @@ _COMMON: Final = (
     "log_level",
     "log_format",
     "otlp_traces_endpoint",
+    "timeline_dir",
 )
 _WORKER: Final = (
     "model_class",

@@ -165,6 +165,36 @@ class ChatSettings(ClientSettings):
     """What the conversation begins with, as the system's message."""
 
 
+class BenchSettings(_CommandSettings):
+    """Measure a service: streams of random tokens, each sent when the one before it is complete.
+
+    Starts a service for it, unless a target is given, and stops it afterwards.
+    """
+
+    target: str = ""
+    """The gRPC of a service that is up: host:port, or unix:/path; empty: one is started."""
+    model: Path | None = None
+    """The model of the service that is started; default: the small model that Quire ships."""
+    concurrency: Positive = 8
+    """Streams at once."""
+    num_prompts: Positive = 64
+    """Requests in all."""
+    input_len: Positive = 128
+    """Tokens of a prompt."""
+    output_len: Positive = 64
+    """Tokens of an output."""
+    profile: Path | None = None
+    """Write a timeline of scheduler, wire and worker to this file, for ui.perfetto.dev, and show
+    where the time of a step goes; needs a service that is started for it."""
+
+    @model_validator(mode="after")
+    def _profile_needs_its_own_service(self) -> Self:
+        if self.target and (self.profile or self.model):
+            flag = "--profile" if self.profile else "--model"
+            raise ValueError(f"{flag}: needs a service that is started for it; leave out --target")
+        return self
+
+
 class StatusSettings(_CommandSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 

@@ -1,0 +1,95 @@
+"""What a process did when, for a person to look at in Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Off unless `configure` is called, and then a span costs a check. All processes of one machine have
+one clock, so their files fit together: `merge` makes one of them.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+_MAX_EVENTS: Final = 2_000_000
+"""About 200 MB; a run that is looked at is shorter."""
+
+
+@dataclass(slots=True)
+class _Timeline:
+    """Events in memory, until the process ends."""
+
+    process: str
+    path: Path
+    events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
+    """Name, lane, start and end in nanoseconds, and what else is to be shown."""
+
+
+_timeline: _Timeline | None = None
+
+
+def configure(process: str, directory: Path | None) -> None:
+    """Record what this process does, if there is a directory for it. Once per process."""
+    global _timeline  # noqa: PLW0603  as a tracer provider is: one for each process
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        _timeline = _Timeline(process, directory / f"{process}-{os.getpid()}.json")
+
+
+def is_on() -> bool:
+    """Whether anything is recorded."""
+    return _timeline is not None
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Record what the block takes, in the lane of the calling thread."""
+    if _timeline is None:
+        yield
+        return
+    start_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        add(name, threading.current_thread().name, start_ns)
+
+
+def add(name: str, lane: str, start_ns: int, **shown: object) -> None:
+    """Record what began at `start_ns`, on the clock of `time.monotonic_ns`, and ends now."""
+    if _timeline is not None and len(_timeline.events) < _MAX_EVENTS:
+        _timeline.events.append((name, lane, start_ns, time.monotonic_ns(), shown))
+
+
+def write() -> None:
+    """Write the file; the last thing that a process does."""
+    if _timeline is not None:
+        _timeline.path.write_text(json.dumps({"traceEvents": list(_trace_events(_timeline))}))
+
+
+def _trace_events(timeline: _Timeline) -> Iterable[dict[str, object]]:
+    """Make the events of the trace event format; times are in microseconds."""
+    pid = os.getpid()
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": timeline.process}}
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(e[1] for e in timeline.events))}
+    for lane, tid in lanes.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+    for name, lane, start_ns, end_ns, shown in timeline.events:
+        yield {
+            "ph": "X",
+            "name": name,
+            "pid": pid,
+            "tid": lanes[lane],
+            "ts": start_ns / 1e3,
+            "dur": (end_ns - start_ns) / 1e3,
+            "args": shown,
+        }
+
+
+def merge(directory: Path) -> dict[str, Any]:
+    """Give the events of all files in a directory as one trace."""
+    files = sorted(directory.glob("*.json"))
+    events = [event for path in files for event in json.loads(path.read_text())["traceEvents"]]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

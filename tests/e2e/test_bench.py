@@ -1,0 +1,42 @@
+"""`quire bench` measures a service that it starts, and shows where its time goes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quire.cli", "bench", *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "140"},
+    )
+
+
+def test_a_profile_has_every_process_and_every_step(tmp_path):
+    profile = tmp_path / "timeline.json"
+    load = ("--num-prompts=2", "--concurrency=2", "--input-len=20", "--output-len=6")
+    result = bench(*load, "--profile", str(profile))
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "tokens/s" in result.stdout
+    assert "where time goes" in result.stdout
+    events = json.loads(profile.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"router", "scheduler", "worker"}
+    spans = [e["name"] for e in events if e["ph"] == "X"]
+    assert spans.count("forward") >= 7, "a prompt and five more tokens, warmed up and measured"
+    assert spans.count("launch a step") == spans.count("a step, from sending to result")
+
+
+def test_what_does_not_fit_the_context_is_said():
+    result = bench("--input-len=2000")
+    assert result.returncode == 1
+    assert "--input-len and --output-len are 2064 together" in result.stderr
