@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gpu_worker.attention import AttentionMetadata
+from gpu_worker.disk_pool import NO_ENDS, DiskPool
 from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
@@ -68,9 +69,19 @@ class LaunchedStep:
     """None if no prompt is scored."""
     failed_swap_in_block_ids: Int32Array
     start_s: float
+    disk_pool: DiskPool | None = None
+    """The disk moves it is to wait for; None: it computes, or there are none."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it only waits for the disk: its collection would not, and may come before."""
+        return self.disk_pool is not None
 
     def is_done(self) -> bool:
-        """Whether collecting it would not wait."""
+        """Whether there is nothing to wait for."""
+        if self.disk_pool is not None:
+            is_waiting = self.disk_pool.is_busy(self.step_id)
+            return not is_waiting or self.disk_pool.has_news(self.step_id)
         on_their_way = (self.readback, self.prompt_scores)
         return all(part is None or part.is_done() for part in on_their_way)
 
@@ -87,12 +98,17 @@ class Executor:
         device: torch.device,
         spans: SequenceSpans | None = None,
         host_pool: HostPool | None = None,
+        disk_pool: DiskPool | None = None,
         structured: StructuredOutput | None = None,
     ) -> None:
-        """`host_pool` may be None if no step swaps, `structured` if no row has a grammar."""
+        """Each of the last three may be None if no step needs it.
+
+        They are what swaps, what stores and loads, and what masks by grammars.
+        """
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
+        self._disk_pool = disk_pool
         self._limits = limits
         self._device = device
         self._spans = spans or SequenceSpans()
@@ -115,10 +131,17 @@ class Executor:
             torch.set_num_threads(torch.get_num_threads())
 
     def reset(self) -> None:
-        """Forget all sequences; KV contents are left as they are."""
+        """Forget all sequences and disk moves; KV contents are left as they are."""
+        if self._disk_pool is not None:
+            self._disk_pool.drain()
         self._spans.clear(time.time())
         self._sampler.release(range(self._limits.max_num_seqs))
         self.rows.clear()
+
+    def close(self) -> None:
+        """End what runs besides the calling thread; nothing may be called afterwards."""
+        if self._disk_pool is not None:
+            self._disk_pool.close()
 
     def step(self, step: StepInput) -> StepOutput:
         """Launch a step and collect it."""
@@ -158,8 +181,11 @@ class Executor:
             if len(scheduled.sampling):
                 readback = Readback(self._sample(hidden, batch, scheduled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
+        disk_pool = None
+        if self._disk_pool is not None and not len(scheduled.rows):
+            disk_pool = self._disk_pool
         return LaunchedStep(
-            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s
+            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
     def collect(self, launched: LaunchedStep) -> StepOutput:
@@ -179,6 +205,9 @@ class Executor:
         self.rows.store_sampled(rows, incarnations, positions, sampled.token_ids)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
         self._spans.sampled(rows[has_row], time.time())
+        disk = NO_ENDS if self._disk_pool is None else self._disk_pool.take_ended(launched.step_id)
+        if self._host_pool is not None:
+            self._host_pool.accept(disk.loaded)
         return StepOutput(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
@@ -186,6 +215,10 @@ class Executor:
             stopped_rows=rows[stops].astype(np.int32),
             failed_rows=rows[has_failed].astype(np.int32),
             failed_swap_in_block_ids=launched.failed_swap_in_block_ids,
+            stored_disk_block_ids=disk.stored,
+            failed_disk_block_ids=disk.failed_stores,
+            loaded_host_block_ids=disk.loaded,
+            failed_host_block_ids=disk.failed_loads,
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
             prompt_logprobs=() if launched.prompt_scores is None else launched.prompt_scores.wait(),
             num_computed_tokens=scheduled.num_tokens,
@@ -197,9 +230,21 @@ class Executor:
         if self._host_pool is None:
             return step.swap_in_dst_block_ids  # none: there are no host blocks to name
         self._host_pool.begin_step()
+        if self._disk_pool is not None:
+            self._move_to_and_from_disk(step, self._host_pool, self._disk_pool)
         if len(step.swap_out_src_block_ids):
             self._host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
         return self._host_pool.swap_in(step.swap_in_src_block_ids, step.swap_in_dst_block_ids)
+
+    def _move_to_and_from_disk(
+        self, step: StepInput, host_pool: HostPool, disk_pool: DiskPool
+    ) -> None:
+        """Start the moves between host and disk, before this step's swaps touch the host."""
+        if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+            return
+        host_pool.synchronize()  # a GPU may still copy to or from these host blocks
+        disk_pool.store(step.disk_store_src_block_ids, step.disk_store_dst_block_ids, step.step_id)
+        disk_pool.load(step.disk_load_src_block_ids, step.disk_load_dst_block_ids, step.step_id)
 
     def _change_sequences(self, step: StepInput) -> None:
         """Tell the sampler and the spans which sequences went and came."""

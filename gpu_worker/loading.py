@@ -11,9 +11,9 @@ import torch
 from gpu_worker import memory, metrics, rates
 from gpu_worker.device import device_name, pick_device, pick_dtype, set_num_threads
 from gpu_worker.executor import Decoder, Executor
-from gpu_worker.host_pool import HostPool
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import KvPool, block_bytes
+from gpu_worker.lower_tiers import open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
 from gpu_worker.settings import WorkerSettings
@@ -50,25 +50,37 @@ def load(
     bytes_per_block = block_bytes(config, settings.block_size, dtype)
     limits = _limits(settings, config, device)
     num_blocks = _num_blocks(settings, model, config, limits, dtype, device)
-    num_host_blocks = _num_host_blocks(settings, device, bytes_per_block)
-    limits = replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     pool = KvPool(config, num_blocks, settings.block_size, dtype, device)
     metrics.KV_BYTES.set(num_blocks * bytes_per_block)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    host_pool = None
-    if num_host_blocks:
-        host_pool = HostPool(
-            pool.blocks_as_bytes, num_host_blocks, has_checksums=settings.kv_checksum
-        )
+    tiers = open_lower_tiers(settings, pool, config)
+    limits = replace(
+        limits,
+        num_blocks=num_blocks,
+        num_host_blocks=tiers.num_host_blocks,
+        num_disk_blocks=tiers.num_disk_blocks,
+    )
     structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
     executor = Executor(
-        model, pool, limits, eos_token_ids, device, host_pool=host_pool, structured=structured
+        model,
+        pool,
+        limits,
+        eos_token_ids,
+        device,
+        host_pool=tiers.host_pool,
+        disk_pool=tiers.disk_pool,
+        structured=structured,
     )
-    swap_bytes_per_s = prefill_tokens_per_s = 0.0
-    if host_pool is not None:
+    swap_bytes_per_s = prefill_tokens_per_s = disk_bytes_per_s = 0.0
+    if tiers.host_pool is not None:
         report("measuring", None)
-        swap_bytes_per_s = rates.swap_bytes_per_s(host_pool, pool)
+        swap_bytes_per_s = rates.swap_bytes_per_s(tiers.host_pool, pool)
         prefill_tokens_per_s = rates.prefill_tokens_per_s(executor, limits)
+        if tiers.disk_pool is not None:
+            try:
+                disk_bytes_per_s = rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+            except OSError as error:
+                raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
     info = WorkerInfo(
         worker_id=settings.worker_id,
         device=device_name(device),
@@ -79,6 +91,7 @@ def load(
         swap_bytes_per_s=swap_bytes_per_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         structured_output=structured is not None,
+        disk_bytes_per_s=disk_bytes_per_s,
         dtype=str(dtype).removeprefix("torch."),
     )
     _log.info(
@@ -91,8 +104,10 @@ def load(
         num_blocks=num_blocks,
         kv_tokens=num_blocks * limits.block_size,
         kv_gib=round(num_blocks * bytes_per_block / _GIB, 3),
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=tiers.num_host_blocks,
+        num_disk_blocks=tiers.num_disk_blocks,
         swap_gb_per_s=round(swap_bytes_per_s / 1e9, 3),
+        disk_gb_per_s=round(disk_bytes_per_s / 1e9, 3),
         prefill_tokens_per_s=round(prefill_tokens_per_s),
     )
     if num_blocks < limits.max_blocks_per_row:
@@ -168,10 +183,3 @@ def _num_blocks(
     else:
         num_bytes = memory.free_cpu_kv_bytes()
     return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtype))
-
-
-def _num_host_blocks(settings: WorkerSettings, device: torch.device, bytes_per_block: int) -> int:
-    num_bytes = memory.free_host_kv_bytes(device)
-    if settings.host_kv_memory_gb is not None:
-        num_bytes = int(settings.host_kv_memory_gb * _GIB)
-    return num_bytes // bytes_per_block

@@ -1,4 +1,4 @@
-"""Decides how many KV blocks fit, on the device and on the host."""
+"""Decides how many KV blocks fit the device, and how much of the host's memory KV may take."""
 
 from pathlib import Path
 

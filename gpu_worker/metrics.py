@@ -12,3 +12,27 @@ SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and repo
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")
 ROWS_USED = Gauge("quire_worker_rows_used", "Rows that hold a sequence.")
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
+DISK_MOVES = Counter(
+    "quire_worker_disk_moves",
+    "Blocks stored or loaded; no_room: so much was being stored that it could not wait.",
+    ["move", "outcome"],
+)
+DISK_BYTES = Counter(
+    "quire_worker_disk_bytes", "Bytes written to, or read from, the disk.", ["move"]
+)
+_CODED = ["tier", "codec", "direction"]
+CODEC_PLAIN_BYTES = Counter("quire_worker_kv_codec_plain_bytes", "KV before encoding.", _CODED)
+CODEC_CODED_BYTES = Counter("quire_worker_kv_codec_coded_bytes", "KV after encoding.", _CODED)
+CODEC_SECONDS = Counter(
+    "quire_worker_kv_codec_seconds", "Time of encoding and decoding, of all threads.", _CODED
+)
+
+
+def count_coded(
+    tier: str, codec: str, direction: str, plain_bytes: int, coded_bytes: int, seconds: float
+) -> None:
+    """Count what a codec has done; `direction` is encode or decode."""
+    labels = (tier, codec, direction)
+    CODEC_PLAIN_BYTES.labels(*labels).inc(plain_bytes)
+    CODEC_CODED_BYTES.labels(*labels).inc(coded_bytes)
+    CODEC_SECONDS.labels(*labels).inc(seconds)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
+from gpu_worker.disk_pool import DiskPool
 from gpu_worker.executor import Executor
 from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_pool import KvPool
@@ -38,6 +40,36 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
     slowest_s = max(_least_s(swap_out), _least_s(swap_in))
     return num_blocks * pool.block_bytes / slowest_s
+
+
+def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
+    """Bytes of KV per second from the disk itself, not from the system's memory.
+
+    Contents of host and device are lost.
+
+    Raises:
+        OSError: what was stored cannot be loaded.
+    """
+    num_blocks = min(pool.num_blocks, host_pool.num_blocks, disk_pool.num_blocks)
+    num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
+    blocks = np.arange(num_blocks, dtype=np.int32)
+    # A codec finds in random numbers about what it finds in KV, and in zeros far more.
+    numbers = torch.randn(num_blocks * pool.block_bytes // pool.dtype.itemsize).to(pool.dtype)
+    pool.blocks_as_bytes[:num_blocks] = numbers.view(torch.uint8).view(num_blocks, -1)
+    host_pool.swap_out(blocks, blocks)
+    pool.blocks_as_bytes[:num_blocks] = 0
+    host_pool.synchronize()
+    disk_pool.store(blocks, blocks, step_id=0)
+    disk_pool.synchronize()
+    disk_pool.forget_cached_pages()
+    start_s = time.perf_counter()
+    disk_pool.load(blocks, blocks, step_id=0)
+    disk_pool.synchronize()
+    seconds = time.perf_counter() - start_s
+    num_loaded = len(disk_pool.take_ended(step_id=0).loaded)
+    if num_loaded < num_blocks:
+        raise OSError(f"{num_loaded} of {num_blocks} KV blocks came back from the disk")
+    return num_blocks * pool.block_bytes / seconds
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:

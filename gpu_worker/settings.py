@@ -4,8 +4,9 @@ import socket
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from gpu_worker.kv_codec import CodecSpec, parse_codec
 from rpc.settings import Port, ProcessSettings
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -54,6 +55,17 @@ class WorkerSettings(ProcessSettings):
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory in GiB for KV that the device has no room for; unset: on a GPU 4 GiB or a quarter
     of what is free, whichever is less, on a CPU none, because there it is the same memory."""
+    host_kv_codec: str = "none"
+    """How KV is held in host memory: none, as on the device; int8 or fp8, in half the room but less
+    precise, so that what a sequence draws after a swap may differ."""
+    disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Room in GiB for KV on the disk, in a file without a name that is gone when the worker is; 0:
+    none. Needs host memory for KV."""
+    disk_kv_dir: Path = Path("/var/tmp")  # noqa: S108 - a file there has no name
+    """Where that file has its room: a directory on a fast disk, and none in memory."""
+    disk_kv_codec: str = "none"
+    """How KV is held there: none; lz4, zstd or gzip, smaller by what its content allows, with an
+    optional level such as zstd:3; int8 or fp8, in half the room but less precise."""
     kv_checksum: bool = False
     """Whether each block that comes back from host memory is checked; if it has changed, its tokens
     are computed again."""
@@ -64,6 +76,47 @@ class WorkerSettings(ProcessSettings):
     def model_id(self) -> str:
         """What requests call the model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def host_codec(self) -> CodecSpec:
+        """`host_kv_codec`, parsed."""
+        return parse_codec(self.host_kv_codec)
+
+    @property
+    def disk_codec(self) -> CodecSpec:
+        """`disk_kv_codec`, parsed."""
+        return parse_codec(self.disk_kv_codec)
+
+    @field_validator("host_kv_codec", "disk_kv_codec")
+    @classmethod
+    def _is_a_codec(cls, text: str) -> str:
+        parse_codec(text)
+        return text
+
+    @field_validator("host_kv_codec")
+    @classmethod
+    def _has_a_fixed_ratio(cls, text: str) -> str:
+        if parse_codec(text).is_lossless:
+            raise ValueError(
+                "must be none, int8 or fp8: what a lossless codec saves is not known beforehand, so"
+                " no block more could be promised; give it to --disk-kv-codec"
+            )
+        return text
+
+    @model_validator(mode="after")
+    def _disk_is_below_the_host(self) -> Self:
+        if self.disk_kv_memory_gb and self.host_kv_memory_gb == 0:
+            raise ValueError(
+                f"disk_kv_memory_gb is {self.disk_kv_memory_gb}; it must be 0 without"
+                " host_kv_memory_gb, through which KV gets to the disk"
+            )
+        host, disk = self.host_codec, self.disk_codec
+        if host.is_quantized and disk.is_quantized and host != disk:
+            raise ValueError(
+                f"disk_kv_codec is {disk}; it must not be less precise once more where"
+                f" host_kv_codec is {host}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_a_step(self) -> Self:

@@ -138,11 +138,13 @@ class StepLoop:
                     self._collect()
                 case _Step():
                     self._launch(job)
-                    if len(self._pending) >= self._executor.max_in_flight:
+                    is_full = len(self._pending) >= self._executor.max_in_flight
+                    if is_full and not self._is_idle():
                         self._collect()
                 case _Attach():
                     self._reset(job)
                 case _Stop():
+                    self._executor.close()
                     return
             self._busy_since_s = time.monotonic() if self._pending else None
 
@@ -161,11 +163,17 @@ class StepLoop:
         """The next job, or None as soon as the oldest launched step is done."""
         _, oldest = self._pending[0]
         while not _is_done(oldest):
+            if oldest.is_idle and not self._is_idle():
+                return None  # what computes behind it must not wait for the disk
             try:
                 return self._jobs.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
         return None
+
+    def _is_idle(self) -> bool:
+        """Whether no launched step does anything but wait for the disk."""
+        return all(launched.is_idle for _, launched in self._pending)
 
     def _launch(self, job: _Step) -> None:
         if job.attachment != self._attachment:

@@ -7,6 +7,8 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from gpu_worker.executor import Executor
 from gpu_worker.host_pool import HostPool, runs
+from gpu_worker.kv_codec import parse_codec
+from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Limits, NewRow, StepInput
 from gpu_worker.wire import step_input_from_proto
@@ -89,6 +91,35 @@ def test_a_changed_block_fails_and_leaves_the_device_alone():
 def test_a_block_that_was_never_swapped_out_fails():
     pool = HostPool(random_blocks(), 6, has_checksums=True)
     assert pool.swap_in(ints(3), ints(0)).tolist() == [0]
+
+
+def test_a_block_that_somebody_else_wrote_is_accepted():
+    device = random_blocks()
+    pool = HostPool(device, 6, has_checksums=True)
+    pool.blocks[3] = device[5]
+    pool.accept(ints(3))
+    assert not pool.swap_in(ints(3), ints(0)).size
+    assert torch.equal(device[0], device[5])
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_quantized_host_takes_about_half_and_gives_back_nearly_the_same(
+    codec, has_checksums, monkeypatch
+):
+    monkeypatch.setattr("gpu_worker.host_pool._CODED_BYTES", 5000)  # two blocks at once
+    numbers = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = numbers.clone()
+    quantized = QuantizedCodec(parse_codec(codec), 2048, 64, torch.bfloat16)
+    pool = HostPool(numbers.view(torch.uint8), 6, codec=quantized, has_checksums=has_checksums)
+    assert pool.blocks.shape == (6, 1024 + 2 * 16)
+    pool.swap_out(ints(7, 0, 3, 4, 5), ints(1, 5, 2, 3, 0))
+    numbers.zero_()
+    assert not pool.swap_in(ints(5, 3, 2, 1, 0), ints(6, 1, 0, 2, 7)).size
+    expected = quantized.decode(quantized.encode(before.view(torch.uint8))).view(torch.bfloat16)
+    assert torch.equal(numbers[[6, 1, 0, 2, 7]], expected[[0, 4, 3, 7, 5]])
+    assert (numbers[6] - before[0]).abs().max() < 0.2
+    assert not numbers[[3, 4, 5]].any()
 
 
 class TestExecutor:

@@ -13,11 +13,14 @@ from rpc.errors import InvalidArgumentError, UnavailableError
 pytestmark = pytest.mark.timeout(30)
 
 NONE = np.empty(0, np.int32)
+IDLE = 77
+"""Has the executor below take a step for one that only waits for the disk."""
 
 
 class FakeLaunched:
-    def __init__(self, step_id):
+    def __init__(self, step_id, *, is_idle=False):
         self.step_id = step_id
+        self.is_idle = is_idle
         self.finished = threading.Event()
         self.error = None
 
@@ -49,13 +52,14 @@ class FakeExecutor:
     def launch(self, step):
         if step.num_decodes == 13:
             raise InvalidArgumentError("num_decodes", "is 13")
-        launched = FakeLaunched(step.step_id)
+        launched = FakeLaunched(step.step_id, is_idle=step.num_decodes == IDLE)
         self._write(("launch", step.step_id))
         self.launched[step.step_id] = launched
         return launched
 
     def collect(self, launched):
-        launched.finished.wait()
+        if not launched.is_idle:
+            launched.finished.wait()
         if launched.error is not None:
             raise launched.error
         self._write(("collect", launched.step_id))
@@ -65,6 +69,9 @@ class FakeExecutor:
         if self.reset_error is not None:
             raise self.reset_error
         self._write("reset")
+
+    def close(self):
+        self._write("close")
 
     async def saw(self, entry):
         """Wait until `entry` is in the log."""
@@ -132,6 +139,46 @@ async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_bef
     with pytest.raises(UnavailableError):
         await late
     assert executor.log == ["reset", ("launch", 1), ("collect", 1), "reset"]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_an_idle_step_is_answered_when_the_disk_has_done_something(
+    executor, loop, max_in_flight
+):
+    executor.max_in_flight = max_in_flight
+    idle, behind = loop.submit(0, StepInput(1, IDLE)), loop.submit(0, StepInput(2, IDLE))
+    await executor.saw(("launch", 2))
+    assert not idle.done()
+    executor.launched[1].finished.set()
+    await idle
+    assert not behind.done()
+    executor.launched[2].finished.set()
+    await behind
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_an_idle_step_is_answered_when_one_behind_it_computes(executor, loop, max_in_flight):
+    executor.max_in_flight = max_in_flight
+    idle = loop.submit(0, StepInput(1, IDLE))
+    await executor.saw(("launch", 1))
+    computing = loop.submit(0, StepInput(2, 0))
+    await idle
+    executor.launched[2].finished.set()
+    await computing
+
+
+async def test_attaching_does_not_wait_for_an_idle_step(executor, loop):
+    idle = loop.submit(0, StepInput(1, IDLE))
+    await executor.saw(("launch", 1))
+    await loop.attach(1)
+    assert idle.done()
+
+
+async def test_stopping_does_not_wait_for_an_idle_step(executor, loop):
+    loop.submit(0, StepInput(1, IDLE))
+    await executor.saw(("launch", 1))
+    await loop.stop()
+    assert executor.log[-1] == "close"
 
 
 async def test_a_step_that_fails_ends_its_attachment(executor, loop):

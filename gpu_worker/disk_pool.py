@@ -1,0 +1,281 @@
+"""The disk tier of KV memory: host blocks are stored in a file and loaded back by its threads.
+
+The file is the process's own: it has no name, nothing of it survives the process, so nothing is
+ever synced to the disk. For the same reason what tells a good record from a bad one, its length and
+checksum, is kept in memory, where no disk can lose it or keep an older one: a record that is torn,
+short, stale, misplaced or changed fails.
+
+Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
+"""
+
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from pathlib import Path
+
+import numpy as np
+import structlog
+from isal import isal_zlib
+
+from gpu_worker import metrics
+from gpu_worker.record_codec import Bytes, RecordCodec
+from gpu_worker.step import Int32Array
+
+_NUM_STORING, _NUM_LOADING = 2, 4
+"""Threads. Loads have more, because somebody waits for them; and their own, so that none ever waits
+behind a store."""
+_STAGING_BYTES = 256 * 1024**2
+_PAGE_BYTES = 4096
+
+_log = structlog.get_logger()
+
+
+class _Kind(StrEnum):
+    STORE = auto()
+    LOAD = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Move:
+    kind: _Kind
+    target: int
+    """Disk block of a store, host block of a load."""
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskEnds:
+    """Moves that have ended, by where they went to; all int32."""
+
+    stored: Int32Array
+    """Disk blocks."""
+    failed_stores: Int32Array
+    loaded: Int32Array
+    """Host blocks."""
+    failed_loads: Int32Array
+
+
+_NONE = np.empty(0, np.int32)
+NO_ENDS = DiskEnds(_NONE, _NONE, _NONE, _NONE)
+
+
+class DiskPool:
+    """Disk blocks [0, num_blocks). One thread calls everything here; it knows no owner.
+
+    What a store reads is copied at the call to a staging area of bounded size. A store that finds
+    no room there fails: it loses a cached block or has a sequence recompute, where waiting for the
+    disk would hold up all sequences.
+    """
+
+    def __init__(
+        self, host_blocks: Bytes, num_blocks: int, directory: Path, codec: RecordCodec | None = None
+    ) -> None:
+        """Make the file.
+
+        Args:
+            host_blocks: uint8[BH, E]: the memory of the host's blocks.
+            num_blocks: BD.
+            directory: Where the file has its room.
+            codec: How the disk holds them; None: as the host does.
+
+        Raises:
+            OSError: no file can be made there.
+        """
+        self.num_blocks = num_blocks
+        self._host_blocks = host_blocks
+        self._block_bytes = host_blocks.shape[1]
+        self._codec = codec
+        self._extent_bytes = self.extent_bytes(self._block_bytes, codec)
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
+        os.ftruncate(self._file.fileno(), num_blocks * self._extent_bytes)  # takes no room yet
+        # A record is read as a whole, and never the one behind it for being behind it.
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        self._record_bytes = np.zeros(num_blocks, np.int64)
+        """Of each disk block's record; 0: it holds nothing."""
+        self._checksums = np.zeros(num_blocks, np.uint32)
+        num_staged = max(_NUM_STORING, _STAGING_BYTES // self._block_bytes)
+        num_staged = min(num_staged, num_blocks)
+        self._staging = np.empty((num_staged, self._block_bytes), np.uint8)
+        self._free_staging = deque(range(num_staged))
+        self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
+        self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
+        self._lock = threading.Lock()
+        """Of the two below, which the threads change too."""
+        self._under_way: dict[_Move, Future[None]] = {}
+        """In the order of their steps."""
+        self._ended: list[tuple[_Move, bool]] = []
+        """And whether it ended well."""
+        self._told: set[_Kind] = set()
+
+    @staticmethod
+    def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
+        """The room of one disk block: whole pages, so that no write touches a neighbour's."""
+        record_bytes = block_bytes if codec is None else codec.record_bytes
+        return -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+    def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
+        """Start storing host blocks `src`, as they are now, in disk blocks `dst`.
+
+        Args:
+            src: int32[N] host blocks that nobody writes during the call.
+            dst: int32[N] disk blocks, parallel to `src`, none of which is being moved.
+            step_id: At least that of the call before.
+        """
+        for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
+            move = _Move(_Kind.STORE, disk_block, step_id)
+            self._record_bytes[disk_block] = 0
+            if not self._free_staging:
+                metrics.DISK_MOVES.labels(_Kind.STORE, "no_room").inc()
+                with self._lock:
+                    self._ended.append((move, False))
+                continue
+            place = self._free_staging.popleft()
+            np.copyto(self._staging[place], self._host_blocks[host_block])
+            self._start(self._storing, move, self._write, place, disk_block)
+
+    def load(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
+        """Start loading disk blocks `src` to host blocks `dst`.
+
+        Args:
+            src: int32[N] disk blocks.
+            dst: int32[N] host blocks, parallel to `src`, that nobody uses until the load has ended.
+            step_id: At least that of the call before.
+        """
+        for disk_block, host_block in zip(src.tolist(), dst.tolist(), strict=True):
+            move = _Move(_Kind.LOAD, host_block, step_id)
+            self._start(self._loading, move, self._read, disk_block, host_block)
+
+    def has_news(self, step_id: int) -> bool:
+        """Whether a move of that step or an earlier one has ended and was not taken."""
+        with self._lock:
+            return any(move.step_id <= step_id for move, _ in self._ended)
+
+    def is_busy(self, step_id: int) -> bool:
+        """Whether a move of that step or an earlier one is under way."""
+        with self._lock:
+            oldest = next(iter(self._under_way), None)
+        return oldest is not None and oldest.step_id <= step_id
+
+    def take_ended(self, step_id: int) -> DiskEnds:
+        """Give the moves of that step and earlier ones that have ended since the last call."""
+        if not self._ended:  # as in most steps
+            return NO_ENDS
+        with self._lock:
+            taken = [each for each in self._ended if each[0].step_id <= step_id]
+            self._ended = [each for each in self._ended if each[0].step_id > step_id]
+
+        def targets(kind: _Kind, *, good: bool) -> Int32Array:
+            chosen = [m.target for m, is_good in taken if m.kind is kind and is_good == good]
+            return np.array(chosen, np.int32)
+
+        return DiskEnds(
+            stored=targets(_Kind.STORE, good=True),
+            failed_stores=targets(_Kind.STORE, good=False),
+            loaded=targets(_Kind.LOAD, good=True),
+            failed_loads=targets(_Kind.LOAD, good=False),
+        )
+
+    def synchronize(self) -> None:
+        """Wait until all moves have ended."""
+        with self._lock:
+            futures = tuple(self._under_way.values())
+        wait(futures)
+
+    def drain(self) -> None:
+        """Forget all moves: those that have not begun never do, those that have are waited for.
+
+        Afterwards no thread touches a block of any kind.
+        """
+        with self._lock:
+            futures = tuple(self._under_way.values())
+        for future in futures:
+            future.cancel()
+        self.synchronize()
+        self._under_way.clear()
+        self._ended.clear()
+        self._free_staging = deque(range(len(self._staging)))
+
+    def forget_cached_pages(self) -> None:
+        """Have the next loads come from the disk and not from the system's memory."""
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Drain, and give the file up; nothing may be called afterwards."""
+        self.drain()
+        self._storing.shutdown()
+        self._loading.shutdown()
+        self._file.close()
+
+    def _start(
+        self,
+        threads: ThreadPoolExecutor,
+        move: _Move,
+        work: Callable[[int, int], bool],
+        source: int,
+        target: int,
+    ) -> None:
+        with self._lock:  # so that it is entered before it can end
+            self._under_way[move] = threads.submit(self._run, move, work, source, target)
+
+    def _run(self, move: _Move, work: Callable[[int, int], bool], source: int, target: int) -> None:
+        """Make a move, in one of the threads."""
+        try:
+            has_succeeded = work(source, target)
+        except Exception as error:  # noqa: BLE001 - whatever the system or a codec may raise
+            self._warn_once(move.kind, str(error))
+            has_succeeded = False
+        with self._lock:
+            del self._under_way[move]
+            self._ended.append((move, has_succeeded))
+        metrics.DISK_MOVES.labels(move.kind, "done" if has_succeeded else "failed").inc()
+
+    def _write(self, place: int, disk_block: int) -> bool:
+        """Write a staged block."""
+        try:
+            staged = self._staging[place]
+            record = (staged.data,) if self._codec is None else self._codec.encode(staged)
+            num_bytes, checksum = 0, 0
+            for part in record:
+                num_bytes += len(part)
+                checksum = isal_zlib.crc32(part, checksum)
+            offset = disk_block * self._extent_bytes
+            num_written = os.pwritev(self._file.fileno(), record, offset)
+        finally:
+            self._free_staging.append(place)
+        if num_written != num_bytes:
+            self._warn_once(_Kind.STORE, f"{num_written} of {num_bytes} bytes were written")
+            return False
+        metrics.DISK_BYTES.labels(_Kind.STORE).inc(num_bytes)
+        self._checksums[disk_block] = checksum
+        self._record_bytes[disk_block] = num_bytes
+        return True
+
+    def _read(self, disk_block: int, host_block: int) -> bool:
+        """Read a record into a host block, which may get any content if that fails."""
+        num_bytes = int(self._record_bytes[disk_block])
+        if not num_bytes:
+            return False
+        target = self._host_blocks[host_block]
+        is_coded = self._codec is not None and num_bytes < self._block_bytes
+        record = np.empty(num_bytes, np.uint8) if is_coded else target
+        offset = disk_block * self._extent_bytes
+        num_read = os.preadv(self._file.fileno(), [record.data], offset)
+        if num_read != num_bytes or isal_zlib.crc32(record) != self._checksums[disk_block]:
+            self._warn_once(_Kind.LOAD, "what was read is not what was written")
+            return False
+        metrics.DISK_BYTES.labels(_Kind.LOAD).inc(num_bytes)
+        if self._codec is not None and is_coded:
+            self._codec.decode(record, target)
+        return True
+
+    def _warn_once(self, kind: _Kind, problem: str) -> None:
+        """Log the first failure of a kind; a full disk has thousands, which are counted."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("a KV block was lost at the disk", move=kind, problem=problem)

@@ -1,0 +1,276 @@
+"""The disk tier: what comes back is what was stored, or is said to be lost."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from gpu_worker import disk_pool as module
+from gpu_worker.disk_pool import DiskPool
+from gpu_worker.kv_codec import parse_codec
+from gpu_worker.lossless_codec import LosslessCodec
+
+pytestmark = pytest.mark.timeout(30)
+
+BLOCK_BYTES = 6000  # no whole number of pages
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.fixture
+def host():
+    """uint8[6, BLOCK_BYTES]: bfloat16 numbers whose exponents a codec can compress."""
+    numbers = np.random.default_rng(0).standard_normal((6, BLOCK_BYTES // 2), np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+class GateCodec:
+    """Moves nothing before its gate is opened; the block itself is the record."""
+
+    record_bytes = BLOCK_BYTES
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.started = threading.Semaphore(0)
+
+    def encode(self, block):
+        self.started.release()
+        assert self.gate.wait(10)
+        return (block.data,)
+
+    decode = None  # no record is shorter than its block
+
+
+@pytest.fixture
+def make(host, tmp_path):
+    pools = []
+
+    def make(codec=None, num_blocks=8):
+        pools.append(DiskPool(host, num_blocks, tmp_path, codec))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        if isinstance(pool._codec, GateCodec):
+            pool._codec.gate.set()
+        pool.close()
+
+
+def zstd():
+    return LosslessCodec(parse_codec("zstd"), BLOCK_BYTES, 2)
+
+
+def ended(pool, step_id=99):
+    """Waits for all moves; what has ended well, and what has not."""
+    pool.synchronize()
+    ends = pool.take_ended(step_id)
+    lists = (ends.stored, ends.failed_stores, ends.loaded, ends.failed_loads)
+    assert all(blocks.dtype == np.int32 for blocks in lists)
+    return tuple(sorted(blocks.tolist()) for blocks in lists)
+
+
+def corrupt(pool, disk_block, offset, content):
+    os.pwrite(pool._file.fileno(), content, disk_block * pool._extent_bytes + offset)
+
+
+@pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
+def test_what_comes_back_is_bit_identical(make, host, codec):
+    pool = make(codec)
+    before = host.copy()
+    pool.store(ints(0, 1, 2), ints(7, 3, 0), step_id=1)
+    assert ended(pool) == ([0, 3, 7], [], [], [])
+    host[:] = 0
+    pool.load(ints(0, 7, 3), ints(5, 4, 3), step_id=2)
+    assert ended(pool) == ([], [], [3, 4, 5], [])
+    assert (host[[5, 4, 3]] == before[[2, 0, 1]]).all()
+    assert not host[:3].any()
+
+
+def test_a_codec_makes_records_smaller(make):
+    pool = make(zstd())
+    pool.store(ints(0), ints(0), step_id=1)
+    pool.synchronize()
+    assert 0 < pool._record_bytes[0] < 0.8 * BLOCK_BYTES
+
+
+def test_the_host_block_may_be_reused_as_soon_as_the_call_returns(make, host):
+    codec = GateCodec()
+    pool = make(codec)
+    before = host[1].copy()
+    pool.store(ints(1), ints(0), step_id=1)
+    host[1] = 0
+    codec.gate.set()
+    assert ended(pool)[0] == [0]
+    pool.load(ints(0), ints(2), step_id=2)
+    assert ended(pool)[2] == [2]
+    assert (host[2] == before).all()
+
+
+@pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
+@pytest.mark.parametrize("offset", [0, 2999, 4000])
+def test_a_block_that_has_changed_fails_alone(make, codec, offset):
+    pool = make(codec)
+    pool.store(ints(0, 1, 2), ints(0, 1, 2), step_id=1)
+    assert ended(pool)[0] == [0, 1, 2]
+    (byte,) = os.pread(pool._file.fileno(), 1, pool._extent_bytes + offset)
+    corrupt(pool, 1, offset, bytes([byte ^ 1]))
+    pool.load(ints(0, 1, 2), ints(3, 4, 5), step_id=2)
+    assert ended(pool) == ([], [], [3, 5], [4])
+
+
+def test_a_file_that_has_become_short_fails(make):
+    pool = make()
+    pool.store(ints(0, 1), ints(0, 7), step_id=1)
+    assert ended(pool)[0] == [0, 7]
+    os.ftruncate(pool._file.fileno(), 7 * pool._extent_bytes + 100)
+    pool.load(ints(7, 0), ints(1, 2), step_id=2)
+    assert ended(pool) == ([], [], [2], [1])
+
+
+def test_an_older_record_never_passes_for_the_newer_one(make):
+    pool = make()
+    pool.store(ints(0), ints(0), step_id=1)
+    pool.synchronize()
+    old = os.pread(pool._file.fileno(), BLOCK_BYTES, 0)
+    pool.store(ints(1), ints(0), step_id=2)
+    assert ended(pool)[0] == [0, 0]
+    corrupt(pool, 0, 0, old)
+    pool.load(ints(0), ints(2), step_id=3)
+    assert ended(pool)[3] == [2]
+
+
+def test_a_record_of_another_block_never_passes(make):
+    pool = make()
+    pool.store(ints(0, 1), ints(0, 1), step_id=1)
+    pool.synchronize()
+    corrupt(pool, 0, 0, os.pread(pool._file.fileno(), BLOCK_BYTES, pool._extent_bytes))
+    pool.load(ints(0), ints(2), step_id=3)
+    assert ended(pool)[3] == [2]
+
+
+def test_a_block_that_was_never_stored_fails(make):
+    pool = make()
+    pool.load(ints(4), ints(1), step_id=1)
+    assert ended(pool) == ([], [], [], [1])
+
+
+def test_a_store_that_fails_says_so_and_leaves_nothing(make, monkeypatch):
+    pool = make()
+    pool.store(ints(0), ints(0), step_id=1)
+    assert ended(pool)[0] == [0]
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "pwritev", fail)
+        pool.store(ints(1), ints(0), step_id=2)
+        assert ended(pool) == ([], [0], [], [])
+    pool.load(ints(0), ints(2), step_id=3)
+    assert ended(pool)[3] == [2], "not even the older record"
+    pool.store(ints(1), ints(0), step_id=4)
+    assert ended(pool)[0] == [0]
+
+
+def test_a_store_cut_short_fails(make, monkeypatch):
+    pool = make()
+    monkeypatch.setattr(module.os, "pwritev", lambda *_: 100)
+    pool.store(ints(0), ints(0), step_id=1)
+    assert ended(pool) == ([], [0], [], [])
+
+
+def test_a_codec_that_breaks_fails_the_move(make, monkeypatch):
+    codec = zstd()
+    pool = make(codec)
+    pool.store(ints(0), ints(0), step_id=1)
+    assert ended(pool)[0] == [0]
+    monkeypatch.setattr(codec, "decode", lambda *_: 1 / 0)
+    pool.load(ints(0), ints(1), step_id=2)
+    assert ended(pool)[3] == [1]
+
+
+def test_stores_for_which_there_is_no_room_fail_at_once(make, monkeypatch):
+    monkeypatch.setattr(module, "_STAGING_BYTES", 3 * BLOCK_BYTES)
+    codec = GateCodec()
+    pool = make(codec)
+    pool.store(ints(0, 1, 2, 3, 4), ints(0, 1, 2, 3, 4), step_id=1)
+    assert pool.take_ended(1).failed_stores.tolist() == [3, 4]
+    codec.gate.set()
+    assert ended(pool) == ([0, 1, 2], [], [], [])
+    pool.store(ints(3, 4), ints(3, 4), step_id=2)
+    assert ended(pool) == ([3, 4], [], [], [])
+
+
+def test_loads_do_not_wait_behind_stores(make, host):
+    codec = GateCodec()
+    codec.gate.set()
+    pool = make(codec)
+    pool.store(ints(0), ints(0), step_id=1)
+    assert ended(pool)[0] == [0]
+    codec.gate.clear()
+    pool.store(ints(1, 2, 3, 4), ints(1, 2, 3, 4), step_id=2)
+    pool.load(ints(0), ints(5), step_id=2)
+    while not pool.has_news(2):
+        pass  # the test's time limit is the proof: no store can end
+    assert pool.take_ended(2).loaded.tolist() == [5]
+    assert (host[5] == host[0]).all()
+    assert pool.is_busy(2)
+
+
+def test_a_result_tells_only_of_its_own_and_earlier_steps(make):
+    pool = make()
+    pool.store(ints(0), ints(0), step_id=3)
+    pool.store(ints(1), ints(1), step_id=4)
+    pool.synchronize()
+    assert not pool.has_news(2)
+    assert pool.take_ended(2).stored.tolist() == []
+    assert pool.take_ended(3).stored.tolist() == [0]
+    assert pool.has_news(4)
+    assert pool.take_ended(4).stored.tolist() == [1]
+    assert not pool.has_news(4)
+
+
+def test_it_is_busy_for_the_steps_whose_moves_are_under_way(make):
+    codec = GateCodec()
+    pool = make(codec)
+    pool.store(ints(0), ints(0), step_id=3)
+    assert not pool.is_busy(2)
+    assert pool.is_busy(3)
+    assert pool.is_busy(4)
+    codec.gate.set()
+    pool.synchronize()
+    assert not pool.is_busy(4)
+
+
+def test_draining_drops_what_waits_and_waits_for_what_runs(make):
+    codec = GateCodec()
+    pool = make(codec)
+    pool.store(ints(0, 1, 2, 3), ints(0, 1, 2, 3), step_id=1)
+    for _ in range(module._NUM_STORING):
+        assert codec.started.acquire(timeout=10)
+    draining = threading.Thread(target=pool.drain)
+    draining.start()
+    while sum(move.cancelled() for move in pool._under_way.values()) < 2:
+        pass  # the test's time limit is the proof
+    codec.gate.set()
+    draining.join()
+    assert not pool.is_busy(1)
+    assert not pool.has_news(1)
+    # Those that ran are whole, the others hold nothing; all room is free again.
+    pool.load(ints(0, 1, 2, 3), ints(2, 3, 4, 5), step_id=2)
+    assert ended(pool) == ([], [], [2, 3], [4, 5])
+    pool.store(ints(0, 1, 4, 5), ints(4, 5, 6, 7), step_id=3)
+    assert ended(pool)[0] == [4, 5, 6, 7]
+
+
+def test_the_file_has_no_name(make, tmp_path):
+    make().store(ints(0), ints(0), step_id=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_an_error(host, tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        DiskPool(host, 1, tmp_path / "missing")
