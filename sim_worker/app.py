@@ -23,6 +23,7 @@ from sim_worker.time_model import TimeModel
 
 _DEFAULT_VOCAB_SIZE = 32_000
 _DEFAULT_MODEL_LEN = 8192
+_PREFILL_TOKENS = 512
 _STOP_S = 2.0
 
 log = structlog.get_logger()
@@ -118,6 +119,16 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
         vocab_size=vocabulary.vocab_size,
+        num_host_blocks=settings.num_host_blocks,
+        num_disk_blocks=settings.num_disk_blocks,
+    )
+    time_model = TimeModel(
+        num_params=settings.params_b * 1e9,
+        kv_bytes_per_token=settings.kv_bytes_per_token,
+        bytes_per_s=settings.bandwidth_gb_s * 1e9,
+        operations_per_s=settings.tflops * 1e12,
+        swap_bytes_per_s=settings.swap_gb_s * 1e9,
+        disk_bytes_per_s=settings.disk_gb_s * 1e9,
     )
     info = WorkerInfo(
         worker_id=settings.worker_id,
@@ -125,25 +136,29 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         model_id=settings.model_id,
         limits=limits,
         eos_token_ids=vocabulary.eos_token_ids,
-        block_bytes=settings.block_size * settings.kv_bytes_per_token,
+        block_bytes=settings.block_bytes,
         structured_output=False,
         dtype="bfloat16",
+        swap_bytes_per_s=time_model.swap_bytes_per_s if limits.num_host_blocks else 0.0,
+        prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,
+        disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
     )
     steps = SimulatedSteps(
         limits,
         eos_token_ids=vocabulary.eos_token_ids,
         mean_output_len=settings.mean_output_len,
-        time_model=TimeModel(
-            num_params=settings.params_b * 1e9,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            bytes_per_s=settings.bandwidth_gb_s * 1e9,
-            operations_per_s=settings.tflops * 1e12,
-        ),
+        time_model=time_model,
         speedup=settings.speedup,
+        block_bytes=settings.block_bytes,
     )
     worker = WorkerService()
     worker.open(info, steps)
     return worker
+
+
+def _prefill_tokens_per_s(time_model: TimeModel) -> float:
+    """As a worker measures it: one prompt with nothing beside it."""
+    return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 
 async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:

@@ -1,4 +1,4 @@
-"""Who may write which block, and what each slot was computed from: catches a wrong block number.
+"""Who may write which device block, and what each slot holds: catches a wrong block number.
 
 A real worker would read another sequence's KV and answer nonsense; this one says so. A slot holds
 a number made of all tokens of its sequence up to its own, so a block that is shared by mistake,
@@ -15,20 +15,25 @@ import numpy.typing as npt
 
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import BrokenInvariantError, Int32Array, Int64Array, Limits, NewRow, StepInput
+from sim_worker.tier_ledger import TierLedger
 
 _NOBODY = -1
 
 
 class BlockLedger:
-    """The KV memory of a simulated worker."""
+    """The device's KV memory of a simulated worker, between which and the host it swaps."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tiers: TierLedger) -> None:
+        self._tiers = tiers
         self._block_size = limits.block_size
         self._num_holders = np.zeros(limits.num_blocks, np.int32)
         """How many rows have the block in their tables."""
         self._writer = np.full(limits.num_blocks, _NOBODY, np.int32)
         """The row whose own it is."""
         self._slots = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
+        self._arriving = np.empty(0, np.int32)
+        """Blocks swapped in by the step before, whose content nobody may touch before this one."""
+        self._arriving_slots = np.zeros((0, limits.block_size), np.uint64)
         self._digests = np.zeros(limits.max_num_seqs, np.uint64)
         """Of each row's computed tokens."""
         # Sums of these, wrapping: all of a prefix's digests come from one cumulative sum.
@@ -38,6 +43,7 @@ class BlockLedger:
 
     def clear(self) -> None:
         """Let no row hold anything; the contents stay."""
+        self._arrive()
         self._num_holders[:] = 0
         self._writer[:] = _NOBODY
 
@@ -55,6 +61,7 @@ class BlockLedger:
         Raises:
             BrokenInvariantError: A block is another's, or does not hold what it must.
         """
+        self._arrive()
         for row, table in zip(step.released_rows.tolist(), released, strict=True):
             self._num_holders[table] -= 1
             self._writer[table[self._writer[table] == row]] = _NOBODY
@@ -66,11 +73,33 @@ class BlockLedger:
             self._digests[new.row] = self._prefix(new)[-1] if new.num_computed_tokens else 0
         self._own(step.appended_rows, step.appended_block_ids)
         self._rename(step.renamed_src_block_ids, step.renamed_dst_block_ids)
+        self._swap(step)
         if len(step.copy_src_block_ids):
             self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
         self._write(rows, scheduled)
         for new in step.new_rows:
             self._check_prefix(new, rows)
+
+    def _arrive(self) -> None:
+        """Let the swap-ins of the step before be there."""
+        self._slots[self._arriving] = self._arriving_slots
+        self._arriving, self._arriving_slots = self._arriving[:0], self._arriving_slots[:0]
+
+    def _swap(self, step: StepInput) -> None:
+        """Read what is swapped out; what is swapped in is there from the next step on."""
+        if len(out := step.swap_out_src_block_ids):
+            self._tiers.swap_out(self._slots[out], step.swap_out_dst_block_ids)
+        if not len(arriving := step.swap_in_dst_block_ids):
+            return
+        held = self._num_holders[arriving] > 0
+        if held.any():
+            block = arriving[np.argmax(held)]
+            raise BrokenInvariantError(
+                f"KV is swapped in to block {block}, which is in {self._num_holders[block]} tables"
+            )
+        self._arriving_slots = self._tiers.swap_in(step.swap_in_src_block_ids)
+        self._arriving = arriving
+        self._slots[arriving] = 0
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
         """Put each block into a row's table, as its own."""

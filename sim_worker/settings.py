@@ -10,7 +10,10 @@ from pydantic_settings import NoDecode
 from rpc.settings import Port, ProcessSettings
 
 PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_GIB = 1024**3
 
 
 class SimWorkerSettings(ProcessSettings):
@@ -58,6 +61,14 @@ class SimWorkerSettings(ProcessSettings):
     """How fast it computes, in 10^12 operations per second; each token takes two per parameter."""
     kv_bytes_per_token: PositiveInt = 131_072
     """KV of one token, in bytes."""
+    host_kv_memory_gb: NonNegativeFloat = 0.0
+    """Host memory in GiB for KV that the device has no room for; 0: none."""
+    swap_gb_s: PositiveFloat = 50.0
+    """How fast KV moves between device and host, each way, in GB/s."""
+    disk_kv_memory_gb: NonNegativeFloat = 0.0
+    """Room in GiB for KV on the disk; 0: none. Needs host memory for KV."""
+    disk_gb_s: PositiveFloat = 5.0
+    """How fast KV moves between host and disk, each way, in GB/s."""
     speedup: PositiveFloat = 1.0
     """How many times faster than the device the simulation runs."""
     mean_output_len: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
@@ -76,6 +87,11 @@ class SimWorkerSettings(ProcessSettings):
             raise ValueError(
                 f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
             )
+        if self.disk_kv_memory_gb and not self.num_host_blocks:
+            raise ValueError(
+                f"disk_kv_memory_gb is {self.disk_kv_memory_gb}; it must be 0 without"
+                " host_kv_memory_gb, through which KV gets to the disk"
+            )
         if self.count > 1 and self.uds is None and not 0 < self.grpc_port <= 65536 - self.count:
             raise ValueError(
                 f"grpc_port is {self.grpc_port}; {self.count} workers need as many ports from it on"
@@ -87,6 +103,21 @@ class SimWorkerSettings(ProcessSettings):
         """What requests call the model."""
         name = self.model.resolve().name if self.model is not None else "simulated"
         return self.served_model_name or name
+
+    @property
+    def block_bytes(self) -> int:
+        """KV of one block, in bytes."""
+        return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory."""
+        return int(self.host_kv_memory_gb * _GIB) // self.block_bytes
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks on the disk."""
+        return int(self.disk_kv_memory_gb * _GIB) // self.block_bytes
 
     def of_worker(self, index: int) -> Self:
         """Return the settings of one of the workers, which is then alone."""

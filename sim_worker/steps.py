@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +23,19 @@ from gpu_worker.step import (
 )
 from rpc.errors import UnavailableError
 from sim_worker.block_ledger import BlockLedger
+from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource
+from sim_worker.tier_ledger import TierLedger
 from sim_worker.time_model import TimeModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A step whose result is to come."""
+
+    attachment: int
+    output: StepOutput
+    result: "asyncio.Future[StepOutput]"
 
 
 class SimulatedSteps:
@@ -37,15 +49,24 @@ class SimulatedSteps:
         mean_output_len: float | None,
         time_model: TimeModel,
         speedup: float,
+        block_bytes: int = 0,
     ) -> None:
+        """`block_bytes` may be 0 if nothing swaps."""
         self._limits = limits
         self._rows = Rows(limits)
-        self._ledger = BlockLedger(limits)
+        self._tiers = TierLedger(limits)
+        self._ledger = BlockLedger(limits, self._tiers)
+        self._block_bytes = block_bytes
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size, eos_token_ids)
         self._heeds_eos = np.zeros(limits.max_num_seqs, np.bool_)
         self._tokens = TokenSource(limits.vocab_size, eos_token_ids, mean_output_len)
         self._time_model = time_model
         self._speedup = speedup
+        self._disk = self._idle_disk()
+        self._idle: list[_Pending] = []
+        """Steps that wait for the disk."""
+        self._computing_step_id = 0
+        """The last step that computes."""
         self._spans = SequenceSpans()
         self._event_loop = asyncio.get_running_loop()
         self._attachment: int | None = None
@@ -78,28 +99,69 @@ class SimulatedSteps:
             self._attachment = None
             result.set_exception(error)
             return result
-        now_s = time.monotonic()
-        self._free_at_s = max(now_s, self._free_at_s) + output.execute_s
-        self._event_loop.call_later(self._free_at_s - now_s, self._finish, result, output)
+        self._free_at_s = max(time.monotonic(), self._free_at_s) + output.execute_s
+        if output.num_computed_tokens:
+            self._computing_step_id = step.step_id
+            for waiting in self._idle:
+                self._finish_at(0.0, waiting)
+            self._idle.clear()
+        self._finish_at(self._free_at_s, _Pending(attachment, output, result))
         return result
 
-    def _finish(self, result: "asyncio.Future[StepOutput]", output: StepOutput) -> None:
+    def _finish_at(self, when_s: float, pending: "_Pending") -> None:
+        delay_s = when_s - time.monotonic()
+        self._event_loop.call_later(delay_s, self._finish, pending)
+
+    def _finish(self, pending: "_Pending") -> None:
+        """Give a step's result, unless it is to wait for the disk."""
+        output, now_s = pending.output, time.monotonic()
+        if pending.result.done():  # as below, or nobody reads the stream any more
+            return
+        if pending.attachment == self._attachment:
+            end_s = self._disk.next_end_s(output.step_id)
+            if end_s is not None and end_s > now_s and output.step_id > self._computing_step_id:
+                self._idle.append(pending)
+                self._finish_at(end_s, pending)
+                return
+            output = self._with_disk_moves(output, now_s)
         metrics.STEP_SECONDS.observe(output.execute_s)
         metrics.COMPUTED_TOKENS.inc(output.num_computed_tokens)
         metrics.SAMPLED_TOKENS.inc(len(output.sampled_rows))
         self._spans.sampled(output.sampled_rows.astype(np.int64), time.time())
-        if not result.done():  # else nobody reads the stream any more
-            result.set_result(output)
+        pending.result.set_result(output)
+
+    def _with_disk_moves(self, output: StepOutput, now_s: float) -> StepOutput:
+        stored = self._disk.take_stored(output.step_id, now_s)
+        loaded = self._disk.take_loaded(output.step_id, now_s)
+        self._tiers.end_stores(stored)
+        self._tiers.end_loads(loaded)
+        return replace(output, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
+
+    def _move_to_and_from_disk(self, step: StepInput) -> None:
+        src, dst = step.disk_store_src_block_ids, step.disk_store_dst_block_ids
+        self._tiers.store(src, dst)
+        self._disk.store(dst, step.step_id, time.monotonic())
+        src, dst = step.disk_load_src_block_ids, step.disk_load_dst_block_ids
+        self._tiers.load(src, dst)
+        self._disk.load(dst, step.step_id, time.monotonic())
+
+    def _idle_disk(self) -> DiskMoves:
+        return DiskMoves(self._block_bytes / self._time_model.disk_bytes_per_s / self._speedup)
 
     def _forget(self) -> None:
         self._rows.clear()
         self._ledger.clear()
+        self._tiers.clear()
+        self._disk = self._idle_disk()
+        self._idle.clear()
+        self._computing_step_id = 0
         self._spans.clear(time.time())
 
     def _run(self, step: StepInput) -> StepOutput:
         tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
         released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
         scheduled = self._rows.apply(step)
+        self._move_to_and_from_disk(step)
         self._ledger.apply(step, released, self._rows, scheduled)
         self._spans.released(step.released_rows.tolist(), time.time())
         self._spans.opened(step.new_rows, time.time())
@@ -107,7 +169,12 @@ class SimulatedSteps:
             self._sampling.set(new.row, new.sampling)
             self._heeds_eos[new.row] = not new.sampling.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
-        step_s = self._time_model.step_s(scheduled.num_tokens, num_context_tokens)
+        step_s = self._time_model.step_s(
+            scheduled.num_tokens,
+            num_context_tokens,
+            len(step.swap_out_src_block_ids) * self._block_bytes,
+            len(step.swap_in_src_block_ids) * self._block_bytes,
+        )
         return self._sample(step.step_id, scheduled, step_s / self._speedup)
 
     def _sample(self, step_id: int, scheduled: ScheduledRows, execute_s: float) -> StepOutput:

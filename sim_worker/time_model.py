@@ -1,5 +1,6 @@
 """How long a step takes on a device: bound by memory or by arithmetic, whichever is slower."""
 
+import math
 from dataclasses import dataclass
 
 _BYTES_PER_PARAM = 2
@@ -18,16 +19,32 @@ class TimeModel:
     kv_bytes_per_token: int
     bytes_per_s: float
     operations_per_s: float
+    swap_bytes_per_s: float = math.inf
+    """Between device and host, each way."""
+    disk_bytes_per_s: float = math.inf
+    """Between host and disk, each way."""
 
-    def step_s(self, num_tokens: int, num_context_tokens: int) -> float:
+    def step_s(
+        self,
+        num_tokens: int,
+        num_context_tokens: int,
+        swapped_out_bytes: int = 0,
+        swapped_in_bytes: int = 0,
+    ) -> float:
         """Seconds of a step.
 
         Args:
             num_tokens: Tokens that go through the model; none take no time.
             num_context_tokens: Tokens whose KV they read, over all sequences.
+            swapped_out_bytes: KV that leaves before anything is computed.
+            swapped_in_bytes: KV that comes meanwhile.
         """
-        if num_tokens == 0:
-            return 0.0
+        compute_s = self._compute_s(num_tokens, num_context_tokens) if num_tokens else 0.0
+        return swapped_out_bytes / self.swap_bytes_per_s + max(
+            compute_s, swapped_in_bytes / self.swap_bytes_per_s
+        )
+
+    def _compute_s(self, num_tokens: int, num_context_tokens: int) -> float:
         num_bytes = (
             _BYTES_PER_PARAM * self.num_params + self.kv_bytes_per_token * num_context_tokens
         )

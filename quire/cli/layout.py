@@ -34,6 +34,10 @@ _WORKER: Final = (
     "block_size",
     "kv_cache_memory_gb",
     "host_kv_memory_gb",
+    "host_kv_codec",
+    "disk_kv_memory_gb",
+    "disk_kv_dir",
+    "disk_kv_codec",
     "gpu_memory_utilization",
 )
 _SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
@@ -44,6 +48,8 @@ _SIM_WORKERS: Final = (
     "max_num_batched_tokens",
     "num_blocks",
     "block_size",
+    "host_kv_memory_gb",
+    "disk_kv_memory_gb",
 )
 
 

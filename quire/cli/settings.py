@@ -16,7 +16,9 @@ _DEVICE: Final = (
     "dtype",
     "model_class",
     "kv_cache_memory_gb",
-    "host_kv_memory_gb",
+    "host_kv_codec",
+    "disk_kv_dir",
+    "disk_kv_codec",
     "gpu_memory_utilization",
     "num_threads",
 )
@@ -72,6 +74,14 @@ class UpSettings(ProcessSettings):
     """Memory for KV blocks of a worker, in GiB; default: what memory allows."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory for KV that a worker's device has no room for, in GiB; default: the worker's."""
+    host_kv_codec: str = ""
+    """How a worker holds KV in host memory: none, int8 or fp8; empty: none."""
+    disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Room on the disk for KV that a worker's host memory has none for, in GiB; default: none."""
+    disk_kv_dir: Path | None = None
+    """Where on the disk; default: the worker's."""
+    disk_kv_codec: str = ""
+    """How a worker holds KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
     """Who is served first: fcfs, priority, fair, deadline, a combination such as
     priority+fair+deadline, or the dotted path of a class; empty: fcfs."""

@@ -1,0 +1,100 @@
+"""What each host and disk block holds, and who may touch it while it moves.
+
+Symbols: `P` block size.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.step import BrokenInvariantError, Int32Array, Limits
+
+Slots = npt.NDArray[np.uint64]
+"""uint64[N, P]: what the slots of N blocks were computed from."""
+
+
+class _State(IntEnum):
+    NOTHING = 0
+    HOLDS = 1
+    ARRIVING = 2
+    """By a disk move that has not ended."""
+
+
+class TierLedger:
+    """The host's and the disk's KV memory of a simulated worker."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._host = np.zeros((limits.num_host_blocks, limits.block_size), np.uint64)
+        self._disk = np.zeros((limits.num_disk_blocks, limits.block_size), np.uint64)
+        self._host_states = np.zeros(limits.num_host_blocks, np.int8)
+        self._disk_states = np.zeros(limits.num_disk_blocks, np.int8)
+        self._disk_block_of = np.zeros(limits.num_host_blocks, np.int32)
+        """Where the content of a host block that arrives comes from."""
+        self._num_loads = np.zeros(limits.num_disk_blocks, np.int32)
+        """Loads under way of each disk block."""
+
+    def clear(self) -> None:
+        """Let nothing move; what has not arrived is lost."""
+        for states in (self._host_states, self._disk_states):
+            states[states == _State.ARRIVING] = _State.NOTHING
+        self._num_loads[:] = 0
+
+    def swap_out(self, slots: Slots, host_blocks: Int32Array) -> None:
+        """Put contents into int32[N] host blocks.
+
+        Raises:
+            BrokenInvariantError: as all below, if a block may not be read or written so.
+        """
+        _refuse(self._host_states, _State.ARRIVING, host_blocks, "swapped out to host block")
+        self._host[host_blocks] = slots
+        self._host_states[host_blocks] = _State.HOLDS
+
+    def swap_in(self, host_blocks: Int32Array) -> Slots:
+        """Give the contents of int32[N] host blocks."""
+        _require_content(self._host_states, host_blocks, "swapped in from host block")
+        slots: Slots = self._host[host_blocks]
+        return slots
+
+    def store(self, host_blocks: Int32Array, disk_blocks: Int32Array) -> None:
+        """Start moving contents from int32[N] host to int32[N] disk blocks."""
+        _require_content(self._host_states, host_blocks, "stored from host block")
+        _refuse(self._disk_states, _State.ARRIVING, disk_blocks, "stored in disk block")
+        _refuse(self._num_loads > 0, True, disk_blocks, "stored in disk block")
+        self._disk[disk_blocks] = self._host[host_blocks]
+        self._disk_states[disk_blocks] = _State.ARRIVING
+
+    def load(self, disk_blocks: Int32Array, host_blocks: Int32Array) -> None:
+        """Start moving contents from int32[N] disk to int32[N] host blocks."""
+        _require_content(self._disk_states, disk_blocks, "loaded from disk block")
+        _refuse(self._host_states, _State.ARRIVING, host_blocks, "loaded to host block")
+        self._host[host_blocks] = self._disk[disk_blocks]
+        self._host_states[host_blocks] = _State.ARRIVING
+        self._disk_block_of[host_blocks] = disk_blocks
+        np.add.at(self._num_loads, disk_blocks, 1)
+
+    def end_stores(self, disk_blocks: Int32Array) -> None:
+        """The contents of int32[N] disk blocks are there."""
+        self._disk_states[disk_blocks] = _State.HOLDS
+
+    def end_loads(self, host_blocks: Int32Array) -> None:
+        """The contents of int32[N] host blocks are there."""
+        self._host_states[host_blocks] = _State.HOLDS
+        np.subtract.at(self._num_loads, self._disk_block_of[host_blocks], 1)
+
+
+def _require_content(states: npt.NDArray[np.int8], blocks: Int32Array, move: str) -> None:
+    _refuse(states, _State.NOTHING, blocks, move, "holds nothing")
+    _refuse(states, _State.ARRIVING, blocks, move)
+
+
+def _refuse(
+    values: npt.NDArray[np.generic],
+    bad: int,
+    blocks: Int32Array,
+    move: str,
+    problem: str = "is being moved",
+) -> None:
+    wrong = values[blocks] == bad
+    if wrong.any():
+        raise BrokenInvariantError(f"KV is {move} {blocks[np.argmax(wrong)]}, which {problem}")
