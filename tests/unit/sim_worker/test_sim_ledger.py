@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import deque
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import BrokenInvariantError, Limits, NewRow, StepInput
 from quire.v1 import common_pb2
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -24,6 +25,8 @@ LIMITS = Limits(
     num_blocks=10,
     block_size=4,
     vocab_size=50,
+    num_host_blocks=4,
+    num_disk_blocks=3,
 )
 INSTANT = TimeModel(1, 1, 1e30, 1e30)
 
@@ -37,7 +40,8 @@ async def steps():
 
 def make_steps(limits=LIMITS, **changes):
     options = {"eos_token_ids": (1,), "mean_output_len": None, "speedup": 1.0}
-    return SimulatedSteps(limits, time_model=INSTANT, **(options | changes))
+    options["time_model"] = INSTANT
+    return SimulatedSteps(limits, **(options | changes))
 
 
 def ints(*values):
@@ -127,6 +131,146 @@ async def test_a_block_may_not_move_to_where_another_is(steps):
         await steps.submit(0, step)
 
 
+def moves(step_id, num_decodes=0, **pairs):
+    """A step that moves KV: `swap_out=([1], [2])` copies device block 1 to host block 2."""
+    lists = {
+        f"{kind}_{end}_block_ids": ints(*blocks)
+        for kind, pair in pairs.items()
+        for end, blocks in zip(("src", "dst"), pair, strict=True)
+    }
+    return StepInput(step_id, num_decodes, **lists)
+
+
+def resumed(step_id, blocks):
+    """The first sequence, all but its last token computed."""
+    new = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=blocks, computed=5)
+    return StepInput(step_id, 0, new_rows=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
+
+
+async def swapped_out(**options):
+    """Steps whose first sequence was computed in blocks 0 and 1, and went to host blocks 3 and 2.
+
+    Returns them and the next step's number. The disk moves a block in 1/50 s.
+    """
+    disk = TimeModel(1, 1, 1e30, 1e30, 1e30, 50.0)
+    steps = make_steps(block_bytes=1, time_model=disk, **options)
+    await steps.attach(0)
+    await steps.submit(0, first_step())
+    await steps.submit(0, moves(2, 1, swap_out=([0, 1], [3, 2])))
+    await steps.submit(0, StepInput(3, 0, released_rows=ints(0)))
+    return steps, 4
+
+
+async def until_ended(steps, step, num_moves):
+    """Run a step and then empty ones until its disk moves have ended; the next step's number."""
+    num_ended = 0
+    while True:
+        output = await steps.submit(0, step)
+        num_new = len(output.stored_disk_block_ids) + len(output.loaded_host_block_ids)
+        assert num_new > 0
+        num_ended += num_new
+        step = StepInput(step.step_id + 1, 0)
+        if num_ended == num_moves:
+            return step.step_id
+
+
+async def test_what_went_through_all_tiers_is_right():
+    steps, step_id = await swapped_out()
+    step_id = await until_ended(steps, moves(step_id, disk_store=([2, 3], [1, 0])), 2)
+    step_id = await until_ended(steps, moves(step_id, disk_load=([0, 1], [1, 0])), 2)
+    await steps.submit(0, moves(step_id, swap_in=([1, 0], [5, 6])))
+    assert (await steps.submit(0, resumed(step_id + 1, (5, 6)))).sampled_rows.tolist() == [1]
+
+
+async def test_a_swap_in_of_the_wrong_block_is_noticed():
+    steps, step_id = await swapped_out()
+    await steps.submit(0, moves(step_id, swap_in=([2, 3], [5, 6])))
+    with pytest.raises(BrokenInvariantError, match="block 5 does not hold its position 0"):
+        await steps.submit(0, resumed(step_id + 1, (5, 6)))
+
+
+async def test_a_swap_in_may_not_be_read_in_its_own_step():
+    steps, step_id = await swapped_out()
+    swap_in = {"swap_in_src_block_ids": ints(3), "swap_in_dst_block_ids": ints(5)}
+    copy = {"copy_src_block_ids": ints(5), "copy_dst_block_ids": ints(7)}
+    await steps.submit(0, StepInput(step_id, 0, **swap_in, **copy))
+    with pytest.raises(BrokenInvariantError, match="block 7 does not hold its position 0"):
+        await steps.submit(0, resumed(step_id + 1, (7, 6)))
+
+
+async def test_a_swap_in_may_not_go_to_a_block_in_use(steps):
+    await steps.submit(0, first_step())
+    await steps.submit(0, moves(2, 1, swap_out=([0], [0])))
+    with pytest.raises(BrokenInvariantError, match="swapped in to block 1, which is in 1 tables"):
+        await steps.submit(0, moves(3, 1, swap_in=([0], [1])))
+
+
+async def test_a_rename_without_its_copy_is_noticed(steps):
+    await steps.submit(0, first_step())
+    sharing = new_row(1, tokens=(5, 6, 7, 8, 3), blocks=(0, 2), computed=4)
+    renaming = StepInput(
+        2,
+        1,
+        new_rows=(sharing,),
+        chunk_rows=ints(1),
+        chunk_lens=ints(1),
+        renamed_src_block_ids=ints(0),
+        renamed_dst_block_ids=ints(7),
+    )
+    with pytest.raises(BrokenInvariantError, match="block 7 does not hold its position 0"):
+        await steps.submit(0, renaming)
+
+
+STORE = {"disk_store": ([3], [0])}
+LOAD = {"disk_load": ([0], [1])}
+
+
+@pytest.mark.parametrize(
+    ("ended", "under_way", "bad", "problem"),
+    [
+        ({}, {}, {"swap_in": ([1], [5])}, "swapped in from host block 1, which holds nothing"),
+        ({}, {}, {"disk_store": ([1], [0])}, "stored from host block 1, which holds nothing"),
+        ({}, {}, LOAD, "loaded from disk block 0, which holds nothing"),
+        ({}, STORE, LOAD, "loaded from disk block 0, which is being moved"),
+        ({}, STORE, STORE, "stored in disk block 0, which is being moved"),
+        (STORE, LOAD, STORE, "stored in disk block 0, which is being moved"),
+        (STORE, LOAD, LOAD, "loaded to host block 1, which is being moved"),
+        (
+            STORE,
+            LOAD,
+            {"swap_in": ([1], [5])},
+            "swapped in from host block 1, which is being moved",
+        ),
+        (STORE, LOAD, {"swap_out": ([4], [1])}, "swapped out to host block 1, which is being"),
+        (STORE, LOAD, {"disk_store": ([1], [1])}, "stored from host block 1, which is being moved"),
+    ],
+)
+async def test_a_move_that_the_contract_forbids_is_named(ended, under_way, bad, problem):
+    steps, step_id = await swapped_out()
+    if ended:
+        step_id = await until_ended(steps, moves(step_id, **ended), 1)
+    steps.submit(0, moves(step_id, **under_way))  # nothing ends before somebody waits
+    with pytest.raises(BrokenInvariantError, match=problem):
+        await steps.submit(0, moves(step_id + 1, **bad))
+
+
+async def test_attaching_loses_what_is_being_moved():
+    steps, step_id = await swapped_out()
+    steps.submit(0, moves(step_id, **STORE))
+    await steps.attach(1)
+    with pytest.raises(BrokenInvariantError, match="loaded from disk block 0, which holds nothing"):
+        await steps.submit(1, moves(1, **LOAD))
+
+
+async def test_a_step_that_only_waits_for_the_disk_lets_one_that_computes_pass():
+    steps, step_id = await swapped_out(speedup=1e-4)  # a block takes 200 s
+    waiting = steps.submit(0, moves(step_id, **STORE))
+    new = new_row(0, blocks=(5, 6))
+    computing = StepInput(step_id + 1, 0, new_rows=(new,), chunk_rows=ints(0), chunk_lens=ints(5))
+    assert (await steps.submit(0, computing)).sampled_rows.tolist() == [0]
+    assert (await waiting).stored_disk_block_ids.tolist() == []
+
+
 async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
     step = StepInput(1, 0, new_rows=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
@@ -136,15 +280,18 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
     assert (await steps.submit(1, first_step())).sampled_rows.tolist() == [0]
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 9])
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_the_scheduler_core_plans_is_never_wrong(seed):
-    """Tiny pool, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
+async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks):
+    """Tiny pools, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
     dice = random.Random(seed)
-    limits = Limits(4, 24, 8, 14, 2, 5)
+    limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks)
     steps = make_steps(limits, mean_output_len=6)
     await steps.attach(0)
     moving = {"defragment_interval_s": 3.0, "defragment_threshold": 0.0}
-    core = Scheduler(SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0, **moving))
+    config = SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0, **moving)
+    config = replace(config, num_host_blocks=num_host_blocks)
+    core = Scheduler(replace(config, preemption_mode=PreemptionMode.SWAP))
     in_flight = deque()
     submitted = ended = 0
     for turn in range(1500):
@@ -160,20 +307,15 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed):
             in_flight.append(steps.submit(0, as_input(plan)))
         if len(in_flight) == 2 or (in_flight and dice.random() < 0.5):
             output = await in_flight.popleft()
-            news = core.update(
-                StepOutcome(
-                    output.step_id,
-                    output.sampled_rows,
-                    output.sampled_token_ids,
-                    output.stopped_rows,
-                    output.failed_rows,
-                )
-            )
+            names = [field.name for field in fields(StepOutcome)]
+            news = core.update(StepOutcome(**{name: getattr(output, name) for name in names}))
             ended += len(news.finished)
     assert ended == submitted >= 60
     assert core.load().num_preemptions > 5
     assert core.load().prefix_cache_hits > 50
     assert core.load().num_moved_blocks > 50
+    if num_host_blocks:
+        assert core.load().num_swapped_in_blocks > core.load().num_promoted_blocks > 0
 
 
 def as_input(plan):
@@ -192,17 +334,9 @@ def as_input(plan):
             new.max_total_tokens,
         )
 
-    return StepInput(
-        plan.step_id,
-        plan.num_decodes,
-        plan.released_rows,
-        tuple(map(row, plan.new_sequences)),
-        plan.appended_rows,
-        plan.appended_block_ids,
-        plan.copy_src_block_ids,
-        plan.copy_dst_block_ids,
-        plan.chunk_rows,
-        plan.chunk_lens,
-        renamed_src_block_ids=plan.renamed_src_block_ids,
-        renamed_dst_block_ids=plan.renamed_dst_block_ids,
-    )
+    same = {
+        field.name: getattr(plan, field.name)
+        for field in fields(StepInput)
+        if field.name != "new_rows"
+    }
+    return StepInput(new_rows=tuple(map(row, plan.new_sequences)), **same)
