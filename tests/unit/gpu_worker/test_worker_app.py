@@ -96,6 +96,23 @@ async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
     assert (info.device, info.dtype) == ("cpu", "float32")
 
 
+async def test_a_worker_tells_of_its_lower_tiers_and_their_rates(model, tmp_path):
+    stop = asyncio.Event()
+    seen = []
+
+    async def drive(addresses):
+        info, _ = await generate(addresses.grpc, [5, 6, 7, 8], 2)
+        seen.append(info)
+        stop.set()
+
+    tiers = {"host_kv_memory_gb": 0.01, "disk_kv_memory_gb": 0.02, "disk_kv_dir": tmp_path}
+    await run_worker(settings(model, tmp_path, **tiers), on_started=drive, stop=stop)
+    (info,) = seen
+    assert info.num_host_blocks == int(0.01 * GIB) // info.block_bytes
+    assert info.num_disk_blocks == int(0.02 * GIB) // (-(-info.block_bytes // 4096) * 4096)
+    assert min(info.swap_bytes_per_s, info.prefill_tokens_per_s, info.disk_bytes_per_s) > 0
+
+
 async def test_a_worker_whose_device_fails_tells_its_scheduler_and_ends(
     model, tmp_path, monkeypatch
 ):

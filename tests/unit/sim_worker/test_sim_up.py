@@ -36,6 +36,12 @@ def test_the_workers_are_one_process_and_the_scheduler_has_all_of_them(count):
     assert targets == [f"unix:/run/q/worker-{i}.sock" for i in range(count)]
 
 
+def test_lower_tiers_are_simulated_too():
+    layout_ = planned(simulate=2, host_kv_memory_gb=4.0, disk_kv_memory_gb=8.0)
+    flags = flags_of(layout_.specs[0])
+    assert (flags["--host-kv-memory-gb"], flags["--disk-kv-memory-gb"]) == ("4.0", "8.0")
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_sockets_are_those_that_the_process_will_have(count):
     from sim_worker.settings import SimWorkerSettings  # noqa: PLC0415 - beside the command line

@@ -99,6 +99,15 @@ async def test_a_worker_alone_has_the_name_and_socket_it_is_given(folder):
     assert (info.model.vocab_size, info.model.max_model_len) == (32_000, 8192)
 
 
+async def test_lower_tiers_are_reported(folder):
+    given = settings(folder, host_kv_memory_gb=1.0, disk_kv_memory_gb=4.0, disk_gb_s=7.0)
+    info, _ = await run_and(lambda addresses: generate(addresses.grpc, 1), given)
+    assert (info.num_host_blocks, info.num_disk_blocks) == (512, 2048)  # of 2 MiB
+    assert (info.swap_bytes_per_s, info.disk_bytes_per_s) == (50e9, 7e9)
+    # 8.2e12 operations of 512 tokens at 5e14 per second
+    assert info.prefill_tokens_per_s == pytest.approx(512 / 0.016384)
+
+
 async def test_steps_take_the_modelled_time(folder):
     async def drive(addresses):
         loop = asyncio.get_running_loop()
@@ -151,6 +160,11 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic():
     assert model.step_s(0, 0) == 0
     assert model.step_s(1, 0) == pytest.approx(0.002)  # 2 GB at 1 TB/s
     assert model.step_s(1, 10**6) == pytest.approx(0.003)  # and 1 GB of KV
+    assert model.step_s(0, 0, 10**9, 10**9) == 0  # swaps take no time unless a rate is given
+    swapping = TimeModel(1e9, 1000, 1e12, 1e14, swap_bytes_per_s=1e12)
+    assert swapping.step_s(1, 0, 10**9) == pytest.approx(0.003)  # out before it computes
+    assert swapping.step_s(1, 0, 0, 10**9) == pytest.approx(0.002)  # in meanwhile
+    assert swapping.step_s(1, 0, 0, 10**10) == pytest.approx(0.01)
     assert model.step_s(1000, 1000) == pytest.approx(0.02)  # 2e12 operations at 1e14 per second
 
 
@@ -191,6 +205,7 @@ def test_what_cannot_be_simulated_is_said(changes, message):
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "must be at least max_num_seqs"),
         (["--grpc-port", "0", "--count", "2"], "grpc_port is 0; 2 workers need as many ports"),
         (["--speedup", "0"], "--speedup: 0"),
+        (["--disk-kv-memory-gb", "1"], "disk_kv_memory_gb is 1.0; it must be 0 without host_kv"),
         (["--eos-token-ids", "x"], "--eos-token-ids: x"),
     ],
 )
