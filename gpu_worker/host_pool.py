@@ -19,8 +19,9 @@ from isal import isal_zlib
 from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.step import Int32Array
 
-_CODED_BYTES = 16 * 1024**2
-"""How much is encoded or decoded at once: it takes several times as much beside the pools."""
+_CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
+"""How much is encoded or decoded at once, by device: several times as much lies beside the pools
+meanwhile, on a CPU best in its caches."""
 
 
 class HostPool:
@@ -50,7 +51,7 @@ class HostPool:
         self._codec = codec
         self._device_blocks = device_blocks
         block_bytes = device_blocks.shape[1]
-        self._max_coded = max(1, _CODED_BYTES // block_bytes)
+        self._max_coded = max(1, _CODED_BYTES[device_blocks.device.type] // block_bytes)
         self._host_blocks = torch.zeros(  # [BH, E]
             num_blocks,
             block_bytes if codec is None else codec.record_bytes,

@@ -10,6 +10,8 @@ from gpu_worker.kv_codec import Codec, CodecSpec
 
 _SCALE = torch.bfloat16
 """Has float32's range. That it is rounded costs little: numbers are divided by the rounded one."""
+_FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""What each byte stands for."""
 _LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
 
 
@@ -43,9 +45,8 @@ class QuantizedCodec:
         """Encode uint8[N, Y], contiguous, as uint8[N, E]."""
         numbers = blocks.view(self._dtype).view(-1, self._num_rows, self._head_dim).float()
         largest = _LARGEST[self._codec]
-        # abs().amax() would write all numbers once more.
-        least, most = numbers.aminmax(dim=-1, keepdim=True)  # [N, R, 1] each
-        scales = (torch.maximum(most, -least) / largest).to(_SCALE)
+        # Not aminmax: on a CPU it takes eight times as long.
+        scales = (numbers.abs().amax(-1, keepdim=True) / largest).to(_SCALE)  # [N, R, 1]
         divisors = scales.float().masked_fill_(scales == 0, 1.0)
         quotients = (numbers / divisors).clamp_(-largest, largest)  # may be the blocks' own: kept
         if self._codec is Codec.INT8:
@@ -61,9 +62,14 @@ class QuantizedCodec:
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
         """Decode uint8[N, E], contiguous, to uint8[N, Y]."""
-        small_dtype = torch.int8 if self._codec is Codec.INT8 else torch.float8_e4m3fn
         scales = encoded[:, : self._scales_bytes].view(_SCALE).view(-1, self._num_rows, 1)
-        small = encoded[:, self._scales_bytes :].view(small_dtype)
-        numbers = small.reshape(-1, self._num_rows, self._head_dim).float()
+        small = encoded[:, self._scales_bytes :]
+        if self._codec is Codec.INT8:
+            numbers = small.view(torch.int8).float()
+        elif small.is_cuda:
+            numbers = small.view(torch.float8_e4m3fn).float()
+        else:
+            numbers = torch.take(_FP8_NUMBERS, small.long())  # three times as fast there
+        numbers = numbers.view(-1, self._num_rows, self._head_dim)
         decoded = numbers.mul_(scales.float()).to(self._dtype)
         return decoded.view(len(encoded), -1).view(torch.uint8)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from gpu_worker import host_pool
 from gpu_worker.executor import Executor
 from gpu_worker.host_pool import HostPool, runs
 from gpu_worker.kv_codec import parse_codec
@@ -107,7 +108,7 @@ def test_a_block_that_somebody_else_wrote_is_accepted():
 def test_a_quantized_host_takes_about_half_and_gives_back_nearly_the_same(
     codec, has_checksums, monkeypatch
 ):
-    monkeypatch.setattr("gpu_worker.host_pool._CODED_BYTES", 5000)  # two blocks at once
+    monkeypatch.setitem(host_pool._CODED_BYTES, "cpu", 5000)  # two blocks at once
     numbers = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = numbers.clone()
     quantized = QuantizedCodec(parse_codec(codec), 2048, 64, torch.bfloat16)
