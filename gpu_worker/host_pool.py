@@ -8,6 +8,7 @@ computes waits for what it must: in its step for swap-outs, whose device blocks 
 and one step later for swap-ins. On a CPU they are done when the call returns.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
+from gpu_worker import metrics
 from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.step import Int32Array
 
@@ -125,13 +127,16 @@ class HostPool:
             self._streams.load.synchronize()
 
     def _encode(self, codec: QuantizedCodec, src: Int32Array, dst: Int32Array) -> None:
+        start_s = time.perf_counter()
         for first in range(0, len(src), self._max_coded):
             part = slice(first, first + self._max_coded)
             encoded = codec.encode(self._device_blocks[self._on_device(src[part])])
             numbers = np.arange(len(encoded), dtype=np.int32)
             _copy_runs(encoded, numbers, self._host_blocks, dst[part])
+        self._count(codec, "encode", len(src), start_s)
 
     def _decode(self, codec: QuantizedCodec, src: Int32Array, dst: Int32Array) -> None:
+        start_s = time.perf_counter()
         for first in range(0, len(src), self._max_coded):
             part = slice(first, first + self._max_coded)
             numbers = np.arange(len(src[part]), dtype=np.int32)
@@ -143,6 +148,14 @@ class HostPool:
             )
             _copy_runs(self._host_blocks, src[part], encoded, numbers)
             self._device_blocks[self._on_device(dst[part])] = codec.decode(encoded)
+        self._count(codec, "decode", len(src), start_s)
+
+    def _count(
+        self, codec: QuantizedCodec, direction: str, num_blocks: int, start_s: float
+    ) -> None:
+        seconds = time.perf_counter() - start_s if self._streams is None else 0.0
+        sizes = (num_blocks * self._device_blocks.shape[1], num_blocks * codec.record_bytes)
+        metrics.count_coded("host", codec.name, direction, *sizes, seconds)
 
     def _on_device(self, blocks: Int32Array) -> torch.Tensor:
         return torch.from_numpy(blocks.astype(np.int64)).to(self._device_blocks.device)
@@ -206,13 +219,16 @@ def _copy_runs(
     source: torch.Tensor, src: Int32Array, target: torch.Tensor, dst: Int32Array
 ) -> None:
     """Copy rows `src` of `source` to rows `dst` of `target`, one copy for each run."""
+    if source.is_cuda or target.is_cuda:
+        for first_src, first_dst, count in runs(src, dst):
+            what = source[first_src : first_src + count]
+            target[first_dst : first_dst + count].copy_(what, non_blocking=True)
+        return
+    # memcpy; what torch does around each copy takes as long as that of a small block.
+    sources, targets = source.numpy(), target.numpy()
     for first_src, first_dst, count in runs(src, dst):
-        into = target[first_dst : first_dst + count]
-        what = source[first_src : first_src + count]
-        if into.is_cuda or what.is_cuda:
-            into.copy_(what, non_blocking=True)
-        else:  # memcpy; torch's own loop is slower on single blocks
-            np.copyto(into.numpy(), what.numpy())
+        into = targets[first_dst : first_dst + count]
+        np.copyto(into, sources[first_src : first_src + count])
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:

@@ -24,7 +24,9 @@ _CODED = ["tier", "codec", "direction"]
 CODEC_PLAIN_BYTES = Counter("quire_worker_kv_codec_plain_bytes", "KV before encoding.", _CODED)
 CODEC_CODED_BYTES = Counter("quire_worker_kv_codec_coded_bytes", "KV after encoding.", _CODED)
 CODEC_SECONDS = Counter(
-    "quire_worker_kv_codec_seconds", "Time of encoding and decoding, of all threads.", _CODED
+    "quire_worker_kv_codec_seconds",
+    "Time of encoding and decoding, of all threads; without a GPU's, which is beside its steps.",
+    _CODED,
 )
 
 

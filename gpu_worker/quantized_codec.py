@@ -33,6 +33,7 @@ class QuantizedCodec:
             head_dim: D.
             dtype: bfloat16, float16 or float32.
         """
+        self.name = str(spec)
         self._codec = spec.codec
         self._dtype = dtype
         self._head_dim = head_dim

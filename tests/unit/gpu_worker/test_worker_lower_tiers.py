@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker import rates
+from gpu_worker import metrics, rates
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.lower_tiers import open_lower_tiers
@@ -99,6 +99,30 @@ def test_quantized_tiers_have_more_blocks_and_give_back_nearly_the_same(open_tie
     after = pool.blocks_as_bytes.view(torch.bfloat16)[5:].flip(0)
     assert not torch.equal(after, before[:5])
     assert (after.float() - before[:5].float()).abs().max() < 0.2
+
+
+def codec_totals(tier, codec, direction):
+    counters = (metrics.CODEC_PLAIN_BYTES, metrics.CODEC_CODED_BYTES, metrics.CODEC_SECONDS)
+    return np.array([c.labels(tier, codec, direction)._value.get() for c in counters])
+
+
+@pytest.mark.parametrize(("host", "disk"), [("int8", "lz4"), ("none", "fp8")])
+def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
+    pool, _, tiers = open_tiers(host_kv_codec=host, disk_kv_codec=disk)
+    fill(pool)
+    labels = [(t, c, d) for t, c in (("host", host), ("disk", disk)) for d in ("encode", "decode")]
+    before = {each: codec_totals(*each) for each in labels}
+    there_and_back(tiers)
+    for tier, codec, direction in labels:
+        plain, coded, seconds = (
+            codec_totals(tier, codec, direction) - before[tier, codec, direction]
+        )
+        if codec == "none":
+            assert plain == coded == 0
+        elif (tier, codec) != ("disk", "lz4"):  # which finds nothing to save in random int8
+            assert plain == 5 * pool.block_bytes
+            assert 0.4 < coded / plain < 0.6
+            assert seconds > 0
 
 
 def test_the_disks_rate_is_measured_and_leaves_no_trace(open_tiers):
