@@ -9,9 +9,10 @@ Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
 """
 
 import os
+import queue
 import tempfile
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _NUM_STORING, _NUM_LOADING = 2, 4
 """Threads. Loads have more, because somebody waits for them; and their own, so that none ever waits
 behind a store."""
 _STAGING_BYTES = 256 * 1024**2
+_MAX_WAIT_S = 0.25
+"""How long the stores of a step wait for room in the staging area, all together."""
 _PAGE_BYTES = 4096
 
 _log = structlog.get_logger()
@@ -67,9 +70,9 @@ NO_ENDS = DiskEnds(_NONE, _NONE, _NONE, _NONE)
 class DiskPool:
     """Disk blocks [0, num_blocks). One thread calls everything here; it knows no owner.
 
-    What a store reads is copied at the call to a staging area of bounded size. A store that finds
-    no room there fails: it loses a cached block or has a sequence recompute, where waiting for the
-    disk would hold up all sequences.
+    What a store reads is copied at the call to a staging area of bounded size. A step's stores wait
+    a little for room there: a burst is worth it. Then they fail: it loses a cached block or has a
+    sequence recompute, where a disk that cannot keep up would hold up all sequences.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class DiskPool:
         num_staged = max(_NUM_STORING, _STAGING_BYTES // self._block_bytes)
         num_staged = min(num_staged, num_blocks)
         self._staging = np.empty((num_staged, self._block_bytes), np.uint8)
-        self._free_staging = deque(range(num_staged))
+        self._free_staging: queue.SimpleQueue[int]
+        self._free_all_staging()
         self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
         self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
         self._lock = threading.Lock()
@@ -126,15 +130,18 @@ class DiskPool:
             dst: int32[N] disk blocks, parallel to `src`, none of which is being moved.
             step_id: At least that of the call before.
         """
+        deadline_s = time.monotonic() + _MAX_WAIT_S
         for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
             move = _Move(_Kind.STORE, disk_block, step_id)
             self._record_bytes[disk_block] = 0
-            if not self._free_staging:
+            try:
+                wait_s = max(0.0, deadline_s - time.monotonic())
+                place = self._free_staging.get(timeout=wait_s)
+            except queue.Empty:
                 metrics.DISK_MOVES.labels(_Kind.STORE, "no_room").inc()
                 with self._lock:
                     self._ended.append((move, False))
                 continue
-            place = self._free_staging.popleft()
             np.copyto(self._staging[place], self._host_blocks[host_block])
             self._start(self._storing, move, self._write, place, disk_block)
 
@@ -198,7 +205,12 @@ class DiskPool:
         self.synchronize()
         self._under_way.clear()
         self._ended.clear()
-        self._free_staging = deque(range(len(self._staging)))
+        self._free_all_staging()
+
+    def _free_all_staging(self) -> None:
+        self._free_staging = queue.SimpleQueue()
+        for place in range(len(self._staging)):
+            self._free_staging.put(place)
 
     def forget_cached_pages(self) -> None:
         """Have the next loads come from the disk and not from the system's memory."""
@@ -247,7 +259,7 @@ class DiskPool:
             offset = disk_block * self._extent_bytes
             num_written = os.pwritev(self._file.fileno(), record, offset)
         finally:
-            self._free_staging.append(place)
+            self._free_staging.put(place)
         if num_written != num_bytes:
             self._warn_once(_Kind.STORE, f"{num_written} of {num_bytes} bytes were written")
             return False

@@ -192,8 +192,22 @@ def test_a_codec_that_breaks_fails_the_move(make, monkeypatch):
     assert ended(pool)[3] == [1]
 
 
-def test_stores_for_which_there_is_no_room_fail_at_once(make, monkeypatch):
+def test_stores_wait_for_room(make, host, monkeypatch):
+    monkeypatch.setattr(module, "_STAGING_BYTES", 1)  # one place for each storing thread
+    monkeypatch.setattr(module, "_MAX_WAIT_S", 20.0)
+    pool = make()
+    before = host.copy()
+    pool.store(ints(0, 1, 2, 3, 4, 5), ints(0, 1, 2, 3, 4, 5), step_id=1)
+    assert ended(pool) == ([0, 1, 2, 3, 4, 5], [], [], [])
+    host[:] = 0
+    pool.load(ints(0, 1, 2, 3, 4, 5), ints(0, 1, 2, 3, 4, 5), step_id=2)
+    assert ended(pool)[2] == [0, 1, 2, 3, 4, 5]
+    assert (host == before).all()
+
+
+def test_stores_for_which_there_is_no_room_in_time_fail(make, monkeypatch):
     monkeypatch.setattr(module, "_STAGING_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(module, "_MAX_WAIT_S", 0.0)
     codec = GateCodec()
     pool = make(codec)
     pool.store(ints(0, 1, 2, 3, 4), ints(0, 1, 2, 3, 4), step_id=1)
