@@ -1,16 +1,9 @@
-"""The disk tier of KV memory: host blocks are stored in a file and loaded back by its threads.
-
-The file is the process's own: it has no name, nothing of it survives the process, so nothing is
-ever synced to the disk. For the same reason what tells a good record from a bad one, its length and
-checksum, is kept in memory, where no disk can lose it or keep an older one: a record that is torn,
-short, stale, misplaced or changed fails.
+"""The disk tier of KV memory: moves between host and disk blocks, made by threads of its own.
 
 Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
 """
 
-import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import structlog
-from isal import isal_zlib
 
 from gpu_worker import metrics
+from gpu_worker.disk_file import DiskFile
 from gpu_worker.record_codec import Bytes, RecordCodec
 from gpu_worker.step import Int32Array
 
@@ -33,7 +27,9 @@ behind a store."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
 """How long the stores of a step wait for room in the staging area, all together."""
-_PAGE_BYTES = 4096
+
+_Work: TypeAlias = Callable[[int, int], int]
+"""Moves from a source to a target; returns the bytes that the disk read or wrote."""
 
 _log = structlog.get_logger()
 
@@ -92,15 +88,7 @@ class DiskPool:
         self.num_blocks = num_blocks
         self._host_blocks = host_blocks
         self._block_bytes = host_blocks.shape[1]
-        self._codec = codec
-        self._extent_bytes = self.extent_bytes(self._block_bytes, codec)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
-        os.ftruncate(self._file.fileno(), num_blocks * self._extent_bytes)  # takes no room yet
-        # A record is read as a whole, and never the one behind it for being behind it.
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        self._record_bytes = np.zeros(num_blocks, np.int64)
-        """Of each disk block's record; 0: it holds nothing."""
-        self._checksums = np.zeros(num_blocks, np.uint32)
+        self._file = DiskFile(num_blocks, self._block_bytes, directory, codec)
         num_staged = max(_NUM_STORING, _STAGING_BYTES // self._block_bytes)
         num_staged = min(num_staged, num_blocks)
         self._staging = np.empty((num_staged, self._block_bytes), np.uint8)
@@ -116,12 +104,6 @@ class DiskPool:
         """And whether it ended well."""
         self._told: set[_Kind] = set()
 
-    @staticmethod
-    def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """The room of one disk block: whole pages, so that no write touches a neighbour's."""
-        record_bytes = block_bytes if codec is None else codec.record_bytes
-        return -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
         """Start storing host blocks `src`, as they are now, in disk blocks `dst`.
 
@@ -133,14 +115,13 @@ class DiskPool:
         deadline_s = time.monotonic() + _MAX_WAIT_S
         for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
             move = _Move(_Kind.STORE, disk_block, step_id)
-            self._record_bytes[disk_block] = 0
+            self._file.forget(disk_block)
             try:
                 wait_s = max(0.0, deadline_s - time.monotonic())
                 place = self._free_staging.get(timeout=wait_s)
             except queue.Empty:
-                metrics.DISK_MOVES.labels(_Kind.STORE, "no_room").inc()
-                with self._lock:
-                    self._ended.append((move, False))
+                self._warn_once(_Kind.STORE, TimeoutError("the disk cannot keep up"))
+                self._end(move, is_good=False)
                 continue
             np.copyto(self._staging[place], self._host_blocks[host_block])
             self._start(self._storing, move, self._write, place, disk_block)
@@ -214,8 +195,7 @@ class DiskPool:
 
     def forget_cached_pages(self) -> None:
         """Have the next loads come from the disk and not from the system's memory."""
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._file.forget_cached_pages()
 
     def close(self) -> None:
         """Drain, and give the file up; nothing may be called afterwards."""
@@ -225,69 +205,38 @@ class DiskPool:
         self._file.close()
 
     def _start(
-        self,
-        threads: ThreadPoolExecutor,
-        move: _Move,
-        work: Callable[[int, int], bool],
-        source: int,
-        target: int,
+        self, threads: ThreadPoolExecutor, move: _Move, work: _Work, source: int, target: int
     ) -> None:
         with self._lock:  # so that it is entered before it can end
             self._under_way[move] = threads.submit(self._run, move, work, source, target)
 
-    def _run(self, move: _Move, work: Callable[[int, int], bool], source: int, target: int) -> None:
+    def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
         """Make a move, in one of the threads."""
         try:
-            has_succeeded = work(source, target)
+            metrics.DISK_BYTES.labels(move.kind).inc(work(source, target))
         except Exception as error:  # noqa: BLE001 - whatever the system or a codec may raise
-            self._warn_once(move.kind, str(error))
-            has_succeeded = False
-        with self._lock:
-            del self._under_way[move]
-            self._ended.append((move, has_succeeded))
-        metrics.DISK_MOVES.labels(move.kind, "done" if has_succeeded else "failed").inc()
+            self._warn_once(move.kind, error)
+            self._end(move, is_good=False)
+        else:
+            self._end(move, is_good=True)
 
-    def _write(self, place: int, disk_block: int) -> bool:
-        """Write a staged block."""
+    def _end(self, move: _Move, *, is_good: bool) -> None:
+        with self._lock:
+            self._under_way.pop(move, None)  # it is not there if it never began
+            self._ended.append((move, is_good))
+        metrics.DISK_MOVES.labels(move.kind, "done" if is_good else "failed").inc()
+
+    def _write(self, place: int, disk_block: int) -> int:
         try:
-            staged = self._staging[place]
-            record = (staged.data,) if self._codec is None else self._codec.encode(staged)
-            num_bytes, checksum = 0, 0
-            for part in record:
-                num_bytes += len(part)
-                checksum = isal_zlib.crc32(part, checksum)
-            offset = disk_block * self._extent_bytes
-            num_written = os.pwritev(self._file.fileno(), record, offset)
+            return self._file.write(disk_block, self._staging[place])
         finally:
             self._free_staging.put(place)
-        if num_written != num_bytes:
-            self._warn_once(_Kind.STORE, f"{num_written} of {num_bytes} bytes were written")
-            return False
-        metrics.DISK_BYTES.labels(_Kind.STORE).inc(num_bytes)
-        self._checksums[disk_block] = checksum
-        self._record_bytes[disk_block] = num_bytes
-        return True
 
-    def _read(self, disk_block: int, host_block: int) -> bool:
-        """Read a record into a host block, which may get any content if that fails."""
-        num_bytes = int(self._record_bytes[disk_block])
-        if not num_bytes:
-            return False
-        target = self._host_blocks[host_block]
-        is_coded = self._codec is not None and num_bytes < self._block_bytes
-        record = np.empty(num_bytes, np.uint8) if is_coded else target
-        offset = disk_block * self._extent_bytes
-        num_read = os.preadv(self._file.fileno(), [record.data], offset)
-        if num_read != num_bytes or isal_zlib.crc32(record) != self._checksums[disk_block]:
-            self._warn_once(_Kind.LOAD, "what was read is not what was written")
-            return False
-        metrics.DISK_BYTES.labels(_Kind.LOAD).inc(num_bytes)
-        if self._codec is not None and is_coded:
-            self._codec.decode(record, target)
-        return True
+    def _read(self, disk_block: int, host_block: int) -> int:
+        return self._file.read(disk_block, self._host_blocks[host_block])
 
-    def _warn_once(self, kind: _Kind, problem: str) -> None:
+    def _warn_once(self, kind: _Kind, problem: Exception) -> None:
         """Log the first failure of a kind; a full disk has thousands, which are counted."""
         if kind not in self._told:
             self._told.add(kind)
-            _log.warning("a KV block was lost at the disk", move=kind, problem=problem)
+            _log.warning("a KV block was lost at the disk", move=kind, problem=str(problem))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_worker import memory
+from gpu_worker.disk_file import DiskFile
 from gpu_worker.disk_pool import DiskPool
 from gpu_worker.host_pool import HostPool
 from gpu_worker.json_fields import ModelError
@@ -71,7 +72,7 @@ def _open_disk_pool(
     num_bytes = int(settings.disk_kv_memory_gb * _GIB)
     block_bytes = host_pool.blocks.shape[1]
     codec = _record_codec(settings, block_bytes, pool, config)
-    num_blocks = num_bytes // DiskPool.extent_bytes(block_bytes, codec)
+    num_blocks = num_bytes // DiskFile.extent_bytes(block_bytes, codec)
     if not num_blocks:
         return None
     directory = settings.disk_kv_dir

@@ -14,7 +14,7 @@ ROWS_USED = Gauge("quire_worker_rows_used", "Rows that hold a sequence.")
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",
-    "Blocks stored or loaded; no_room: so much was being stored that it could not wait.",
+    "Blocks stored on, or loaded from, the disk.",
     ["move", "outcome"],
 )
 DISK_BYTES = Counter(

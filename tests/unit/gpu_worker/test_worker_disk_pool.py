@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from gpu_worker import disk_file
 from gpu_worker import disk_pool as module
 from gpu_worker.disk_pool import DiskPool
 from gpu_worker.kv_codec import parse_codec
@@ -54,8 +55,8 @@ def make(host, tmp_path):
 
     yield make
     for pool in pools:
-        if isinstance(pool._codec, GateCodec):
-            pool._codec.gate.set()
+        if isinstance(pool._file._codec, GateCodec):
+            pool._file._codec.gate.set()
         pool.close()
 
 
@@ -72,8 +73,12 @@ def ended(pool, step_id=99):
     return tuple(sorted(blocks.tolist()) for blocks in lists)
 
 
+def fd_of(pool):
+    return pool._file._file.fileno()
+
+
 def corrupt(pool, disk_block, offset, content):
-    os.pwrite(pool._file.fileno(), content, disk_block * pool._extent_bytes + offset)
+    os.pwrite(fd_of(pool), content, disk_block * pool._file._extent_bytes + offset)
 
 
 @pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
@@ -93,7 +98,7 @@ def test_a_codec_makes_records_smaller(make):
     pool = make(zstd())
     pool.store(ints(0), ints(0), step_id=1)
     pool.synchronize()
-    assert 0 < pool._record_bytes[0] < 0.8 * BLOCK_BYTES
+    assert 0 < pool._file._record_bytes[0] < 0.8 * BLOCK_BYTES
 
 
 def test_the_host_block_may_be_reused_as_soon_as_the_call_returns(make, host):
@@ -115,7 +120,7 @@ def test_a_block_that_has_changed_fails_alone(make, codec, offset):
     pool = make(codec)
     pool.store(ints(0, 1, 2), ints(0, 1, 2), step_id=1)
     assert ended(pool)[0] == [0, 1, 2]
-    (byte,) = os.pread(pool._file.fileno(), 1, pool._extent_bytes + offset)
+    (byte,) = os.pread(fd_of(pool), 1, pool._file._extent_bytes + offset)
     corrupt(pool, 1, offset, bytes([byte ^ 1]))
     pool.load(ints(0, 1, 2), ints(3, 4, 5), step_id=2)
     assert ended(pool) == ([], [], [3, 5], [4])
@@ -125,7 +130,7 @@ def test_a_file_that_has_become_short_fails(make):
     pool = make()
     pool.store(ints(0, 1), ints(0, 7), step_id=1)
     assert ended(pool)[0] == [0, 7]
-    os.ftruncate(pool._file.fileno(), 7 * pool._extent_bytes + 100)
+    os.ftruncate(fd_of(pool), 7 * pool._file._extent_bytes + 100)
     pool.load(ints(7, 0), ints(1, 2), step_id=2)
     assert ended(pool) == ([], [], [2], [1])
 
@@ -134,7 +139,7 @@ def test_an_older_record_never_passes_for_the_newer_one(make):
     pool = make()
     pool.store(ints(0), ints(0), step_id=1)
     pool.synchronize()
-    old = os.pread(pool._file.fileno(), BLOCK_BYTES, 0)
+    old = os.pread(fd_of(pool), BLOCK_BYTES, 0)
     pool.store(ints(1), ints(0), step_id=2)
     assert ended(pool)[0] == [0, 0]
     corrupt(pool, 0, 0, old)
@@ -146,7 +151,7 @@ def test_a_record_of_another_block_never_passes(make):
     pool = make()
     pool.store(ints(0, 1), ints(0, 1), step_id=1)
     pool.synchronize()
-    corrupt(pool, 0, 0, os.pread(pool._file.fileno(), BLOCK_BYTES, pool._extent_bytes))
+    corrupt(pool, 0, 0, os.pread(fd_of(pool), BLOCK_BYTES, pool._file._extent_bytes))
     pool.load(ints(0), ints(2), step_id=3)
     assert ended(pool)[3] == [2]
 
@@ -166,7 +171,7 @@ def test_a_store_that_fails_says_so_and_leaves_nothing(make, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "pwritev", fail)
+        patch.setattr(disk_file.os, "pwritev", fail)
         pool.store(ints(1), ints(0), step_id=2)
         assert ended(pool) == ([], [0], [], [])
     pool.load(ints(0), ints(2), step_id=3)
@@ -177,7 +182,7 @@ def test_a_store_that_fails_says_so_and_leaves_nothing(make, monkeypatch):
 
 def test_a_store_cut_short_fails(make, monkeypatch):
     pool = make()
-    monkeypatch.setattr(module.os, "pwritev", lambda *_: 100)
+    monkeypatch.setattr(disk_file.os, "pwritev", lambda *_: 100)
     pool.store(ints(0), ints(0), step_id=1)
     assert ended(pool) == ([], [0], [], [])
 
