@@ -139,7 +139,7 @@ class StepLoop:
                 case _Step():
                     self._launch(job)
                     is_full = len(self._pending) >= self._executor.max_in_flight
-                    if is_full and not self._is_idle():
+                    if is_full and not self._is_idle():  # one may be, before one that computes
                         self._collect()
                 case _Attach():
                     self._reset(job)
@@ -163,8 +163,6 @@ class StepLoop:
         """The next job, or None as soon as the oldest launched step is done."""
         _, oldest = self._pending[0]
         while not _is_done(oldest):
-            if oldest.is_idle and not self._is_idle():
-                return None  # what computes behind it must not wait for the disk
             try:
                 return self._jobs.get(timeout=_POLL_S)
             except queue.Empty:

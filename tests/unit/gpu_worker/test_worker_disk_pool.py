@@ -9,6 +9,7 @@ import pytest
 from gpu_worker import disk_file
 from gpu_worker import disk_pool as module
 from gpu_worker.disk_pool import DiskPool
+from gpu_worker.executor import LaunchedStep
 from gpu_worker.kv_codec import parse_codec
 from gpu_worker.lossless_codec import LosslessCodec
 
@@ -264,7 +265,8 @@ def test_it_is_busy_for_the_steps_whose_moves_are_under_way(make):
     assert not pool.is_busy(4)
 
 
-def test_draining_drops_what_waits_and_waits_for_what_runs(make):
+def test_draining_drops_what_waits_and_waits_for_what_runs(make, monkeypatch):
+    monkeypatch.setattr(module, "_STAGING_BYTES", 4 * BLOCK_BYTES)
     codec = GateCodec()
     pool = make(codec)
     pool.store(ints(0, 1, 2, 3), ints(0, 1, 2, 3), step_id=1)
@@ -293,3 +295,20 @@ def test_the_file_has_no_name(make, tmp_path):
 def test_a_directory_that_is_not_there_is_an_error(host, tmp_path):
     with pytest.raises(OSError, match="No such file"):
         DiskPool(host, 1, tmp_path / "missing")
+
+
+class FakeDisk:
+    def __init__(self, *, is_busy, has_news):
+        self.is_busy = lambda step_id: is_busy and step_id == 7
+        self.has_news = lambda step_id: has_news and step_id == 7
+
+
+@pytest.mark.parametrize(
+    ("is_busy", "has_news", "is_done"),
+    [(True, False, False), (True, True, True), (False, True, True), (False, False, True)],
+)
+def test_a_step_that_computes_nothing_waits_until_one_move_has_ended(is_busy, has_news, is_done):
+    disk = FakeDisk(is_busy=is_busy, has_news=has_news)
+    step = LaunchedStep(7, None, None, ints(), 0.0, disk)
+    assert step.is_idle
+    assert step.is_done() == is_done
