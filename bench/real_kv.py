@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.executor import Executor
+from gpu_worker.executor import Decoder, Executor
 from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_config import ModelConfig, load_model_config
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_source import open_model
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Int32Array, Limits, NewRow, StepInput
-from gpu_worker.weights import load_weights
 
 BLOCK_SIZE = 16
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 class _Watched:
     """A model whose last hidden states can be looked at."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = model
         self.hidden = torch.empty(0)
 
@@ -72,9 +72,10 @@ class Engine:
 
 def load_engine(directory: Path, num_blocks: int, dtype: torch.dtype, device: str) -> Engine:
     """Load a model with a KV pool of `num_blocks`."""
-    config = load_model_config(directory)
+    source = open_model(directory)
+    config = source.config
     where = torch.device(device)
-    model = _Watched(load_weights(directory, config, dtype, where, lambda _: None))
+    model = _Watched(source.load(dtype, where, lambda _: None))
     length = config.max_model_len
     limits = Limits(1, length, length, num_blocks, BLOCK_SIZE, config.vocab_size)
     pool = KvPool(config, num_blocks, BLOCK_SIZE, dtype, where)

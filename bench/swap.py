@@ -31,7 +31,7 @@ from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_codec import parse_codec
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.lossless_codec import LosslessCodec
-from gpu_worker.model_config import load_model_config
+from gpu_worker.model_source import open_model
 from gpu_worker.step import Int32Array
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"
@@ -208,7 +208,7 @@ def main() -> None:
         if args.model is None:
             args.model = Path(made)
             make_model(args.model, Sizes())
-        config = load_model_config(args.model)
+        config = open_model(args.model).config
         dtype = pick_dtype("auto", config, device)
         num_rounds = 5 if args.quick else 20
 

@@ -309,6 +309,6 @@ class FakeDisk:
 )
 def test_a_step_that_computes_nothing_waits_until_one_move_has_ended(is_busy, has_news, is_done):
     disk = FakeDisk(is_busy=is_busy, has_news=has_news)
-    step = LaunchedStep(7, None, None, ints(), 0.0, disk)
+    step = LaunchedStep(7, None, None, None, ints(), 0.0, disk)
     assert step.is_idle
     assert step.is_done() == is_done

@@ -10,7 +10,7 @@ from gpu_worker import metrics, rates
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.lower_tiers import open_lower_tiers
-from gpu_worker.model_config import load_model_config
+from gpu_worker.model_source import open_model
 from gpu_worker.settings import WorkerSettings
 from rpc.settings import parse_settings
 from tests.models_fixture import make_model
@@ -30,7 +30,7 @@ def open_tiers(model, tmp_path):
     opened = []
 
     def open_tiers(num_blocks=10, **changes):
-        config = load_model_config(model)
+        config = open_model(model).config
         pool = KvPool(config, num_blocks, 16, torch.bfloat16, torch.device("cpu"))
         room = {
             "host_kv_memory_gb": 100 * pool.block_bytes / GIB,
