@@ -194,3 +194,7 @@ class Load:
     num_slots_held: int = 0
     """Token slots of the running sequences' device blocks."""
     num_slots_written: int = 0
+    num_disk_blocks: int = 0
+    """0: there is no disk tier."""
+    num_free_disk_blocks: int = 0
+    num_cached_disk_blocks: int = 0

@@ -225,4 +225,7 @@ def load_from_proto(load: common_pb2.Load) -> Load:
         host_fragmentation=load.host_fragmentation,
         num_slots_held=load.num_slots_held,
         num_slots_written=load.num_slots_written,
+        num_disk_blocks=load.num_disk_blocks,
+        num_free_disk_blocks=load.num_free_disk_blocks,
+        num_cached_disk_blocks=load.num_cached_disk_blocks,
     )

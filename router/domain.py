@@ -194,3 +194,10 @@ class Load:
     host_fragmentation: float
     num_slots_held: int
     num_slots_written: int
+    num_disk_blocks: int
+    num_free_disk_blocks: int
+    num_cached_disk_blocks: int
+    num_stored_blocks: int
+    num_loaded_blocks: int
+    num_failed_disk_moves: int
+    num_spilled_blocks: int

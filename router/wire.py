@@ -249,6 +249,13 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         host_fragmentation=message.host_fragmentation,
         num_slots_held=message.num_slots_held,
         num_slots_written=message.num_slots_written,
+        num_disk_blocks=message.num_disk_blocks,
+        num_free_disk_blocks=message.num_free_disk_blocks,
+        num_cached_disk_blocks=message.num_cached_disk_blocks,
+        num_stored_blocks=message.num_stored_blocks,
+        num_loaded_blocks=message.num_loaded_blocks,
+        num_failed_disk_moves=message.num_failed_disk_moves,
+        num_spilled_blocks=message.num_spilled_blocks,
     )
 
 
@@ -279,4 +286,11 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         host_fragmentation=load.host_fragmentation,
         num_slots_held=load.num_slots_held,
         num_slots_written=load.num_slots_written,
+        num_disk_blocks=load.num_disk_blocks,
+        num_free_disk_blocks=load.num_free_disk_blocks,
+        num_cached_disk_blocks=load.num_cached_disk_blocks,
+        num_stored_blocks=load.num_stored_blocks,
+        num_loaded_blocks=load.num_loaded_blocks,
+        num_failed_disk_moves=load.num_failed_disk_moves,
+        num_spilled_blocks=load.num_spilled_blocks,
     )

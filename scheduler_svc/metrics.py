@@ -125,7 +125,7 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_num_requests_swapped",
-        "Sequences that wait for admission with their KV in host blocks.",
+        "Sequences that wait for admission with their KV in host or disk blocks.",
         lambda load: load.num_swapped,
     ),
     ("quire_kv_host_blocks", "Host blocks.", lambda load: load.num_host_blocks),
@@ -138,6 +138,17 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
         "quire_kv_cached_host_blocks",
         "Host blocks that only the prefix cache holds.",
         lambda load: load.num_cached_host_blocks,
+    ),
+    ("quire_kv_disk_blocks", "Disk blocks.", lambda load: load.num_disk_blocks),
+    (
+        "quire_kv_free_disk_blocks",
+        "Disk blocks that hold nothing.",
+        lambda load: load.num_free_disk_blocks,
+    ),
+    (
+        "quire_kv_cached_disk_blocks",
+        "Disk blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_disk_blocks,
     ),
 )
 
@@ -187,6 +198,26 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
         "quire_kv_defragmentations",
         "Passes of defragmentation that have ended.",
         lambda load: load.num_defragmentations,
+    ),
+    (
+        "quire_kv_stored_blocks",
+        "Blocks stored on the disk, spilled ones included.",
+        lambda load: load.num_stored_blocks,
+    ),
+    (
+        "quire_kv_loaded_blocks",
+        "Blocks loaded from the disk.",
+        lambda load: load.num_loaded_blocks,
+    ),
+    (
+        "quire_kv_failed_disk_moves",
+        "Stores to and loads from the disk that failed.",
+        lambda load: load.num_failed_disk_moves,
+    ),
+    (
+        "quire_kv_spilled_blocks",
+        "Blocks of swapped sequences moved to the disk to make room on the host.",
+        lambda load: load.num_spilled_blocks,
     ),
     ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
 )

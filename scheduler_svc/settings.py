@@ -74,6 +74,8 @@ class SchedulerSettings(ProcessSettings):
     memory as long as there is some, recompute drops it, cost does what takes less time."""
     max_swap_blocks: Annotated[int, Field(ge=1)] = 256
     """Most blocks that one step brings back from host memory, most cached ones it saves there."""
+    max_disk_moves: Annotated[int, Field(ge=1)] = 256
+    """Most blocks on their way from the worker's disk, and most cached ones on their way there."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16

@@ -113,6 +113,12 @@ def describe_load(load: Load) -> str:
             f" {load.num_cached_host_blocks} cached, {load.num_free_host_blocks} free;"
             f" {load.host_fragmentation:.0%} fragmented"
         )
+    if load.num_disk_blocks:
+        num_used = load.num_disk_blocks - load.num_free_disk_blocks - load.num_cached_disk_blocks
+        lines.append(
+            f"disk blocks: {_share(num_used, load.num_disk_blocks)} used,"
+            f" {load.num_cached_disk_blocks} cached, {load.num_free_disk_blocks} free"
+        )
     lines.append(
         f"prefix cache: {_share(load.num_prefix_cache_hits, load.num_prefix_cache_queries)} of"
         f" {load.num_prefix_cache_queries} tokens found"

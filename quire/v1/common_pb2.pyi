@@ -120,7 +120,7 @@ class ModelInfo(_message.Message):
     def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., structured_output: bool = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "max_num_seqs", "num_blocks", "num_free_blocks", "num_cached_blocks", "block_size", "num_workers", "num_requests_swapped", "num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_demoted_blocks", "num_promoted_blocks", "num_pinned_blocks", "num_moved_blocks", "num_prefix_cache_queries", "num_prefix_cache_hits", "fragmentation", "host_fragmentation", "num_slots_held", "num_slots_written")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "max_num_seqs", "num_blocks", "num_free_blocks", "num_cached_blocks", "block_size", "num_workers", "num_requests_swapped", "num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_demoted_blocks", "num_promoted_blocks", "num_pinned_blocks", "num_moved_blocks", "num_prefix_cache_queries", "num_prefix_cache_hits", "fragmentation", "host_fragmentation", "num_slots_held", "num_slots_written", "num_disk_blocks", "num_free_disk_blocks", "num_cached_disk_blocks", "num_stored_blocks", "num_loaded_blocks", "num_failed_disk_moves", "num_spilled_blocks")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,13 @@ class Load(_message.Message):
     HOST_FRAGMENTATION_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_DISK_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPILLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     max_num_seqs: int
@@ -169,4 +176,11 @@ class Load(_message.Message):
     host_fragmentation: float
     num_slots_held: int
     num_slots_written: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_requests_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_promoted_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_moved_blocks: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., fragmentation: _Optional[float] = ..., host_fragmentation: _Optional[float] = ..., num_slots_held: _Optional[int] = ..., num_slots_written: _Optional[int] = ...) -> None: ...
+    num_disk_blocks: int
+    num_free_disk_blocks: int
+    num_cached_disk_blocks: int
+    num_stored_blocks: int
+    num_loaded_blocks: int
+    num_failed_disk_moves: int
+    num_spilled_blocks: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_requests_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_promoted_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_moved_blocks: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., fragmentation: _Optional[float] = ..., host_fragmentation: _Optional[float] = ..., num_slots_held: _Optional[int] = ..., num_slots_written: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_free_disk_blocks: _Optional[int] = ..., num_cached_disk_blocks: _Optional[int] = ..., num_stored_blocks: _Optional[int] = ..., num_loaded_blocks: _Optional[int] = ..., num_failed_disk_moves: _Optional[int] = ..., num_spilled_blocks: _Optional[int] = ...) -> None: ...

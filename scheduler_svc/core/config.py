@@ -57,6 +57,13 @@ class SchedulerConfig:
     """How fast blocks move between the tiers; 0: not known."""
     prefill_tokens_per_s: float = 0.0
     """How fast prompts are computed; 0: not known."""
+    num_disk_blocks: int = 0
+    """Disk blocks; 0: there is no disk tier. Needs a host tier."""
+    disk_bytes_per_s: float = 0.0
+    """How fast blocks come from the disk; 0: not known."""
+    max_disk_moves: int = 256
+    """Most loads under way, and most stores, beyond which evicted blocks are lost. What preempted
+    sequences spill is not bounded: its room is needed at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """What becomes of a preempted sequence's KV, if there is a host tier."""
     max_swap_blocks: int = 256
@@ -87,6 +94,7 @@ class SchedulerConfig:
             "max_waiting",
             "max_long_prefills",
             "max_defragment_moves",
+            "max_disk_moves",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -100,9 +108,15 @@ class SchedulerConfig:
             "swap_bytes_per_s",
             "prefill_tokens_per_s",
             "defragment_interval_s",
+            "num_disk_blocks",
+            "disk_bytes_per_s",
         ):
             if not getattr(self, name) >= 0:  # also for NaN
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.num_disk_blocks and not self.num_host_blocks:
+            raise ValueError(
+                f"num_disk_blocks is {self.num_disk_blocks}; without host blocks it must be 0"
+            )
         if self.max_swap_blocks < 1:
             raise ValueError(f"max_swap_blocks is {self.max_swap_blocks}; it must be at least 1")
         if self.long_prefill_threshold is not None and self.long_prefill_threshold < 0:
@@ -123,7 +137,7 @@ class SchedulerLoad:
     num_running: int
     num_waiting: int
     num_swapped: int
-    """Those of the waiting whose KV is on the host."""
+    """Those of the waiting whose KV is on the host or the disk."""
     max_num_seqs: int
     num_blocks: int
     num_free_blocks: int
@@ -159,3 +173,16 @@ class SchedulerLoad:
     """Blocks that defragmentation has moved, since the start; two that change places are two."""
     num_defragmentations: int
     """Passes of defragmentation that have ended, since the start."""
+    num_disk_blocks: int
+    num_free_disk_blocks: int
+    """Blank disk blocks: they hold nothing."""
+    num_cached_disk_blocks: int
+    """Disk blocks that nobody holds and that the prefix cache can still find."""
+    num_stored_blocks: int
+    """Blocks stored on the disk, since the start, spilled ones included."""
+    num_loaded_blocks: int
+    """Blocks loaded from the disk, since the start."""
+    num_failed_disk_moves: int
+    """Stores and loads that failed, since the start."""
+    num_spilled_blocks: int
+    """Blocks of swapped sequences moved to the disk, since the start."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId, HostBlockId
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.disk_tier import DiskTier
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import Int32Array, StepId
 from scheduler_svc.core.plan_draft import PlanDraft
@@ -25,7 +26,14 @@ class HostTier:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self.pool = BlockPool(config.num_host_blocks, HostBlockId, eviction=config.eviction)
+        has_disk = config.num_disk_blocks > 0
+        self.pool = BlockPool(
+            config.num_host_blocks,
+            HostBlockId,
+            on_evict=self._evict if has_disk else None,
+            eviction=config.eviction,
+        )
+        self.disk = DiskTier(config, self.pool)
         self.num_swapped_out = 0
         self.num_swapped_in = 0
         self.num_demoted = 0
@@ -44,7 +52,12 @@ class HostTier:
     @property
     def has_moves(self) -> bool:
         """Whether a plan must go out, even if it computes nothing."""
-        return bool(self._swap_outs or self._swap_ins)
+        return bool(self._swap_outs or self._swap_ins) or self.disk.has_moves
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way between host and device, or about to be."""
+        return bool(self._swap_outs or self._swap_ins or self._in_flight)
 
     def begin_step(self) -> None:
         """Start planning a step."""
@@ -53,6 +66,7 @@ class HostTier:
 
     def send(self, draft: PlanDraft) -> None:
         """Put what can move into a plan that goes out."""
+        self.disk.send(draft)
         if self._swap_outs:
             draft.swap_out_src = list(self._swap_outs.values())
             draft.swap_out_dst = list(self._swap_outs)
@@ -82,20 +96,6 @@ class HostTier:
         self._end(moves)
 
     # --- sequences ------------------------------------------------------------------------------
-
-    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to move a preempted sequence's blocks out, and not to compute its tokens again.
-
-        That the prefix cache may still find some of them later counts for neither side.
-        """
-        config = self._config
-        if num_blocks > self.pool.num_free or config.preemption_mode is PreemptionMode.RECOMPUTE:
-            return False
-        if config.preemption_mode is PreemptionMode.SWAP:
-            return True
-        # bytes / bandwidth < tokens / rate; a rate that is not known is 0 and counts as bad
-        num_bytes = 2 * num_blocks * config.bytes_per_block
-        return num_bytes * config.prefill_tokens_per_s < num_tokens * config.swap_bytes_per_s
 
     def swap_out(
         self, blocks: Sequence[DeviceBlockId], hashes: Sequence[BlockHash]
@@ -138,6 +138,16 @@ class HostTier:
         """Whether the swap-in to `target` has not been answered."""
         return target in self._swap_ins or any(target in moves for _, moves in self._in_flight)
 
+    def is_leaving_device(self, block: HostBlockId) -> bool:
+        """Whether a plan that has not gone out will fill a host block."""
+        return block in self._swap_outs
+
+    def take_free(self) -> HostBlockId:
+        """Return a free host block, which nothing else will be copied to."""
+        (block,) = self.pool.allocate(1)
+        self._swap_outs.pop(block, None)
+        return block
+
     def _end(self, moves: dict[DeviceBlockId, HostBlockId]) -> None:
         for target, source in moves.items():
             if self._targets.get(source) == target:
@@ -145,6 +155,13 @@ class HostTier:
         self.pool.drop(list(moves.values()))
 
     # --- the prefix cache -----------------------------------------------------------------------
+
+    @property
+    def num_demotions_left(self) -> int:
+        """Cached device blocks that the plan being made can demote without delaying swap-ins."""
+        if self._swap_ins and not self._swap_outs:
+            return 0
+        return min(self._num_demotions_left, self.pool.num_free)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
         """Keep the content of a cached device block that is being reused by the next plan."""
@@ -154,7 +171,16 @@ class HostTier:
         elif self._num_demotions_left and self.pool.num_free:
             self._num_demotions_left -= 1
             self.num_demoted += 1
-            self.pool.drop(self.swap_out([block], [block_hash]))
+            # As `swap_out`, which this is most of the calls of.
+            targets = self.pool.allocate(1)
+            self._swap_outs[targets[0]] = block
+            self.pool.publish(targets[0], block_hash)
+            self.pool.drop(targets)
+
+    def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:
+        """Demote a host block that is being reused, unless it has not even been filled."""
+        if not self.is_leaving_device(block):
+            self.disk.demote(block, block_hash)
 
     def find(self, hashes: Iterable[BlockHash]) -> tuple[list[DeviceBlockId], list[HostBlockId]]:
         """Look up the longest prefix of `hashes` that the host has; changes nothing.
@@ -173,6 +199,20 @@ class HostTier:
         return loading, sources
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Make host blocks unfindable, because what they were copied from is not to be trusted."""
+        """Make contents unfindable here and on the disk: they are not to be trusted."""
         for block_hash in hashes:
             self.pool.forget(self.pool.find([block_hash]))
+            self.disk.forget([block_hash])
+
+    def counts(self) -> dict[str, int]:
+        """Return its part of a `SchedulerLoad`, and the disk's, by field."""
+        return {
+            "num_host_blocks": self.pool.num_blocks,
+            "num_free_host_blocks": self.pool.num_blank,
+            "num_cached_host_blocks": self.pool.num_cached,
+            "num_swapped_out_blocks": self.num_swapped_out,
+            "num_swapped_in_blocks": self.num_swapped_in,
+            "num_demoted_blocks": self.num_demoted,
+            "num_promoted_blocks": self.num_promoted,
+            **self.disk.counts(),
+        }

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from scheduler_svc.core.block_pool import BlockIdT, BlockPool, HostBlockId
+from scheduler_svc.core.block_pool import BlockIdT, BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.policies.policy import rank
 from scheduler_svc.core.scheduler import Scheduler
@@ -30,6 +30,8 @@ def check(core: Scheduler) -> None:
     _check_pool(pool, holders)
     _check_pins(core)
     _check_host(core, live)
+    _check_disk(core, live)
+    _check_fetching(core, live)
 
     owned = [seq.row for seq in running if seq.row is not None]
     places = owned + core._steps.held_rows + rows._free  # noqa: SLF001
@@ -133,8 +135,10 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     waiting = list(tier._swap_ins.items())  # noqa: SLF001
     moves = waiting + [move for _, step in tier._in_flight for move in step.items()]  # noqa: SLF001
     holders: Counter[HostBlockId] = Counter(source for _, source in moves)
+    holders.update(list(tier.disk._loads))  # noqa: SLF001
     for seq in live:
         holders.update(seq.host_block_ids)
+        holders.update(seq.fetched_block_ids)
     _check_pool(tier.pool, holders)
     for source, target in tier._targets.items():  # noqa: SLF001
         _expect((target, source) in moves, f"host block {source} is not on its way to {target}")
@@ -146,12 +150,13 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
         )
 
     swapped = [seq for seq in live if seq.status is SeqStatus.SWAPPED]
-    _expect(len(swapped) == core._num_swapped, "the swapped sequences are miscounted")  # noqa: SLF001
+    _expect(len(swapped) == core._waiting.num_swapped, "the swapped sequences are miscounted")  # noqa: SLF001
     for seq in swapped:
-        slots = len(seq.host_block_ids) * core.config.block_size
+        num_blocks = len(seq.host_block_ids) + len(seq.disk_block_ids)
+        slots = num_blocks * core.config.block_size
         _expect(
             0 < seq.num_computed_tokens <= slots and seq.num_computed_tokens < len(seq.token_ids),
-            f"sequence {seq.seq_id}: {seq.num_computed_tokens} tokens in {slots} host slots",
+            f"sequence {seq.seq_id}: {seq.num_computed_tokens} tokens in {slots} slots",
         )
     loading = [seq for seq in live if seq.loading_block_ids]
     _expect(
@@ -160,8 +165,66 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     )
     for seq in live:
         _expect(
-            not seq.host_block_ids or seq.status is SeqStatus.SWAPPED or seq in loading,
+            not seq.host_block_ids
+            or seq.status is SeqStatus.SWAPPED
+            or (seq.status is SeqStatus.FETCHING and seq.disk_block_ids)
+            or seq in loading,
             f"sequence {seq.seq_id} holds host blocks that it does not need",
         )
         for block in seq.loading_block_ids:
             _expect(tier.is_loading(block), f"sequence {seq.seq_id} waits for {block} in vain")
+
+
+def _check_disk(core: Scheduler, live: list[Sequence]) -> None:
+    disk, host = core._tier.disk, core._tier.pool  # noqa: SLF001
+    loads = disk._loads  # noqa: SLF001
+    holders: Counter[DiskBlockId] = Counter(list(disk._stores))  # noqa: SLF001
+    holders.update(load.source for load in loads.values())
+    for seq in live:
+        holders.update(seq.disk_block_ids)
+        _expect(
+            not seq.disk_block_ids or seq.status in (SeqStatus.SWAPPED, SeqStatus.FETCHING),
+            f"sequence {seq.seq_id} holds disk blocks that it does not need",
+        )
+    _check_pool(disk.pool, holders)
+    _expect(disk._new_stores.keys() <= disk._stores.keys(), "a store goes out that nobody holds")  # noqa: SLF001
+    for block, block_hash in disk._stores.items():  # noqa: SLF001
+        _expect(disk.pool._hashes[block] is None, f"disk block {block} is found before its time")  # noqa: SLF001
+        storing = block_hash is None or disk._storing.get(block_hash) == block  # noqa: SLF001
+        _expect(storing, f"the content of disk block {block} is stored elsewhere")
+    _expect(
+        len(disk._storing) == sum(h is not None for h in disk._stores.values()),  # noqa: SLF001
+        "a content is being stored by nobody",
+    )
+    _expect(disk._new_loads.keys() <= loads.keys(), "a load goes out that nobody holds")  # noqa: SLF001
+    _expect(
+        disk._targets == {load.source: target for target, load in loads.items()},  # noqa: SLF001
+        "a disk block is loaded twice, or its load is lost",
+    )
+    for target, load in loads.items():
+        _expect(host._hashes[target] is None, f"host block {target} is found before its time")  # noqa: SLF001
+        _expect(load.source not in disk._stores, f"disk block {load.source} is loaded too early")  # noqa: SLF001
+
+
+def _check_fetching(core: Scheduler, live: list[Sequence]) -> None:
+    awaited = core._fetching._awaited  # noqa: SLF001
+    fetching = {seq for seq in live if seq.status is SeqStatus.FETCHING}
+    _expect(fetching == set(awaited), "the fetching sequences are not those listed")
+    waiters = core._fetching._waiters  # noqa: SLF001
+    _expect(
+        {(seq, block) for seq, blocks in awaited.items() for block in blocks}
+        == {(seq, block) for block, seqs in waiters.items() for seq in seqs},
+        "who waits for a load is miscounted",
+    )
+    for seq, blocks in awaited.items():
+        _expect(blocks, f"sequence {seq.seq_id} waits for nothing")
+        _expect(seq.row is None and not seq.block_ids, f"sequence {seq.seq_id} fetches and runs")
+        held = {*seq.host_block_ids, *seq.fetched_block_ids}
+        _expect(blocks <= held, f"sequence {seq.seq_id} waits for loads that it does not hold")
+        for block in blocks:
+            _expect(block in core._tier.disk._loads, f"sequence {seq.seq_id} waits in vain")  # noqa: SLF001
+    for seq in live:
+        _expect(
+            not seq.fetched_block_ids or seq.status in (SeqStatus.FETCHING, SeqStatus.WAITING),
+            f"sequence {seq.seq_id} holds fetched blocks that it does not need",
+        )

@@ -42,18 +42,27 @@ class KvLookup:
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
-        ready: list[DeviceBlockId] = []
-        hashes: list[BlockHash] = []
-        if self._is_enabled and (is_swapped or seq.request.reads_prefix_cache):
-            root = root_hash(seq.request.cache_salt)
-            extend_chain(seq.block_hashes, root, seq.token_ids, self._block_size)
-            hashes = seq.block_hashes[: num_known // self._block_size]
-            ready = self._pool.find(hashes)
+        hashes = self._hashes(seq, num_known)
+        ready = self._pool.find(hashes)
         if is_swapped:
             return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
         loading, sources = self._tier.find(hashes[len(ready) :])
         num_found = len(ready) + len(loading) + len(sources)
         return FoundKv(ready, loading, sources, num_found * self._block_size)
+
+    def past_device(self, seq: Sequence) -> list[BlockHash]:
+        """Return the hashes of what a waiting sequence needs and the device does not have."""
+        hashes = self._hashes(seq, len(seq.token_ids) - 1)
+        return hashes[len(self._pool.find(hashes)) :]
+
+    def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks of the first tokens, if they may be found at all."""
+        may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
+        if not (self._is_enabled and may_find):
+            return []
+        root = root_hash(seq.request.cache_salt)
+        extend_chain(seq.block_hashes, root, seq.token_ids, self._block_size)
+        return seq.block_hashes[: num_tokens // self._block_size]
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of a prompt the prefix cache has, of all but the last."""

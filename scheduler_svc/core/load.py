@@ -16,8 +16,8 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
     """Take a snapshot of `core`; it costs the same whatever there is."""
     return SchedulerLoad(
         num_running=len(core._running),
-        num_waiting=len(core._waiting) + core._live.num_siblings,
-        num_swapped=core._num_swapped,
+        num_waiting=len(core._waiting) + len(core._fetching) + core._live.num_siblings,
+        num_swapped=core._waiting.num_swapped + core._fetching.num_swapped,
         max_num_seqs=core.config.max_num_seqs,
         num_blocks=core.config.num_blocks,
         num_free_blocks=core._pool.num_blank,
@@ -29,13 +29,8 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         prefix_cache_hits=core._prefix_cache_hits,
         num_steps=core._steps.last,
         num_recomputed_tokens=core._num_recomputed_tokens,
-        num_host_blocks=core.config.num_host_blocks,
-        num_free_host_blocks=core._tier.pool.num_blank,
-        num_cached_host_blocks=core._tier.pool.num_cached,
-        num_swapped_out_blocks=core._tier.num_swapped_out,
-        num_swapped_in_blocks=core._tier.num_swapped_in,
-        num_demoted_blocks=core._tier.num_demoted,
-        num_promoted_blocks=core._tier.num_promoted,
+        num_spilled_blocks=core._host_room.num_spilled,
+        **core._tier.counts(),
         num_moved_blocks=core._defragmenter.num_moved,
         num_defragmentations=core._defragmenter.num_passes,
     )

@@ -62,9 +62,13 @@ class RunningSet:
         return tuple(self._prefilling)
 
     @property
-    def has_released_rows(self) -> bool:
-        """Whether there are rows that the worker must be told are gone."""
-        return bool(self._released_rows)
+    def must_send(self) -> bool:
+        """Whether a plan must go out, even if it computes nothing.
+
+        The worker must be told what is gone or moves; or be there to tell what the disk has done.
+        """
+        waits_for_disk = self._tier.disk.is_busy and not self._steps
+        return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
         """Return how many blocks the decoding sequences need at `step`."""
@@ -90,6 +94,8 @@ class RunningSet:
         own = self._pool.allocate(num_new_blocks)
         targets = own[: len(found.sources)]
         self._tier.swap_in(found.sources, targets)
+        self._tier.pool.drop(seq.fetched_block_ids)
+        seq.fetched_block_ids = ()
         seq.block_ids = shared + own
         seq.num_published_blocks = len(found.ready)
         seq.num_computed_tokens = found.num_tokens
@@ -160,6 +166,20 @@ class RunningSet:
         for seq, block in zip(due, draft.appended_blocks, strict=True):
             seq.block_ids.append(block)
             self._file_next_block(seq, next_step)
+
+    def evict_ahead(self, step: StepId) -> None:
+        """Have blank blocks for what grows in the two steps after `step`.
+
+        They may be steps that swap in, in which what is evicted is lost, and with it all that
+        continues it; now it is demoted.
+        """
+        due = self._needs_block.num_due
+        num_lacking = due(StepId(step + 1)) + due(StepId(step + 2)) - self._pool.num_blank
+        if num_lacking <= 0:
+            return
+        num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
+        if num_evicted:
+            self._pool.drop(self._pool.allocate(self._pool.num_blank + num_evicted))
 
     def send(self, draft: PlanDraft) -> StepPlan:
         """Complete a plan and note that it goes out."""

@@ -15,6 +15,8 @@ from scheduler_svc.core.acceptance import check_deadline, check_length, check_pi
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport, Defragmenter
+from scheduler_svc.core.fetching import Fetching, Turn
+from scheduler_svc.core.host_room import HostRoom
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import KvLookup
 from scheduler_svc.core.live_sequences import LiveSequences
@@ -65,10 +67,11 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy, self._long_prefills.threshold)
         self._expired: list[Finished] = []  # their sources have not heard of it yet
         self._live = LiveSequences()
+        self._host_room = HostRoom(config, self._tier, self._waiting, self._live, self._rank)
+        self._fetching = Fetching(config, self._lookup, self._tier, self._host_room, self._waiting)
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
 
         self._num_preemptions = 0
-        self._num_swapped = 0
         self._num_recomputed_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -85,10 +88,10 @@ class Scheduler:
         """
         check_length(request, self.max_request_len)
         check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
-        num_waiting = len(self._waiting) + self._live.num_siblings
+        num_waiting = len(self._waiting) + len(self._fetching) + self._live.num_siblings
         check_queue(request, num_waiting, self.config.max_waiting)
         for seq in self._live.add(request, self._policy.place(request, now), now):
-            self._waiting.push(seq)
+            self._fetching.enqueue(seq)
 
     def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
         """Look whether a new request could meet its deadline here; nothing changes.
@@ -168,10 +171,10 @@ class Scheduler:
         for seq in draft.long_prefills:
             if draft.budget and seq.status is SeqStatus.PREFILL:
                 self._compute_chunk(seq, draft, draft.budget)
-        if now >= self._defragmenter.due:
+        self._running.evict_ahead(step)
+        if now >= self._defragmenter.due:  # after all that swaps out, which a step does first
             self._defragmenter.plan(draft, len(self._steps))
-        has_work = draft.num_decodes or draft.chunk_lens or draft.copy_src
-        if has_work or self._running.has_released_rows or self._tier.has_moves:
+        if draft.num_decodes or draft.chunk_lens or draft.copy_src or self._running.must_send:
             return self._running.send(draft)
         return None
 
@@ -188,7 +191,7 @@ class Scheduler:
         """
         self._steps.answer(outcome.step_id)
         if self.config.num_host_blocks:
-            self._take_swap_ins(outcome)
+            self._take_moves(outcome)
         sources, seq_keys, token_ids, index = self._rows.append(
             outcome.sampled_rows, outcome.sampled_token_ids
         )
@@ -239,7 +242,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         """End the waiting sequences whose deadline has passed."""
-        while (seq := self._waiting.first_expired(now)) is not None:
+        while seq := self._waiting.first_expired(now) or self._fetching.first_expired(now):
             self._expired.append(self._finish(seq, FinishReason.DEADLINE))
 
     def _rank(self, seq: Sequence) -> Rank:
@@ -255,8 +258,14 @@ class Scheduler:
         while draft.budget and self._rows.num_free:
             if (seq := self._waiting.first(may_be_long=may_be_long)) is None:
                 return
-            found = self._lookup.find(seq)
             num_tokens = len(seq.token_ids)
+            has_room = self._has_room(-(-num_tokens // block_size))
+            match self._fetching.at_turn(seq, has_room=has_room):
+                case Turn.FETCHING:
+                    continue
+                case Turn.LATER:
+                    return
+            found = self._lookup.find(seq)
             num_left = num_tokens - found.num_tokens
             if not self._long_prefills.may_start(num_left, self._running.prefilling):
                 may_be_long = False
@@ -272,9 +281,7 @@ class Scheduler:
                 return  # one step later nothing is lost
             self._waiting.remove(seq)
             self._num_recomputed_tokens += max(0, seq.num_computed_tokens - found.num_tokens)
-            if seq.status is SeqStatus.SWAPPED:
-                self._num_swapped -= 1
-            else:
+            if seq.status is SeqStatus.WAITING:
                 self._tier.num_promoted += len(found.sources)
                 self._prefix_cache_queries += num_tokens
                 self._prefix_cache_hits += found.num_tokens
@@ -350,31 +357,24 @@ class Scheduler:
         is_loading = bool(seq.loading_block_ids)
         self._running.stop(seq)
         if not can_swap:
-            self._drop_host_blocks(seq)
+            self._host_room.release(seq)
         elif is_loading:  # as before: it comes from its own host blocks, or from cached ones
             num_computed = num_computed if seq.host_block_ids else 0
-        elif num_computed and self._tier.should_swap(len(blocks), num_computed):
+        elif num_computed and self._host_room.make_for_swap(len(blocks), num_computed):
             hashes = seq.block_hashes[: num_computed // self.config.block_size]
             seq.host_block_ids = tuple(self._tier.swap_out(blocks, hashes))
         seq.num_computed_tokens = num_computed
-        if seq.host_block_ids:
-            seq.move(SeqStatus.SWAPPED)
-            self._num_swapped += 1
-        else:
-            seq.move(SeqStatus.WAITING)
+        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._waiting.push(seq)
         self._num_preemptions += 1
 
-    def _take_swap_ins(self, outcome: StepOutcome) -> None:
-        """Take the end of a step's swap-ins; who depends on one that failed computes again."""
+    def _take_moves(self, outcome: StepOutcome) -> None:
+        """Take the ends of swap-ins and disk moves; who needs one that failed computes again."""
+        self._fetching.answer(outcome)
         self._tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)
         for seq in self._running.confirm_loads(outcome.failed_swap_in_block_ids):
             self._preempt(seq, can_swap=False)
         self._pins.loads_confirmed()
-
-    def _drop_host_blocks(self, seq: Sequence) -> None:
-        self._tier.pool.drop(seq.host_block_ids)
-        seq.host_block_ids = ()
 
     def _finish(
         self,
@@ -389,8 +389,9 @@ class Scheduler:
             self._running.stop(seq)
         elif seq.status in QUEUED:
             self._waiting.remove(seq)
-            self._num_swapped -= seq.status is SeqStatus.SWAPPED
-        self._drop_host_blocks(seq)
+        elif seq.status is SeqStatus.FETCHING:
+            self._fetching.stop(seq)
+        self._host_room.release(seq)
         if (leader := self._live.remove(seq)) is not None:
             self._waiting.push(leader)
         return Finished(seq.request.source, seq.seq_key, reason, stop_token_id, error)

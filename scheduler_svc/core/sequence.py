@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.block_hash import BlockHash
-from scheduler_svc.core.block_pool import DeviceBlockId, HostBlockId
+from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Key, Place
@@ -18,9 +18,11 @@ class SeqStatus(Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
-    """In the queue; holds no block and no row."""
+    """In the queue; holds no row, no device block, and no KV of its own."""
     SWAPPED = "swapped"
-    """In the queue, preempted; holds its computed tokens' KV in host blocks, and no row."""
+    """In the queue, preempted; its computed tokens' KV is in host and disk blocks; holds no row."""
+    FETCHING = "fetching"
+    """Waits for loads from the disk, to go back to the queue as WAITING or as SWAPPED."""
     SIBLING = "sibling"
     """Waits for the sequence that computes its request's prompt, to fork from it."""
     PREFILL = "prefill"
@@ -32,9 +34,14 @@ class SeqStatus(Enum):
 
 
 _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
-    SeqStatus.WAITING: frozenset({SeqStatus.PREFILL, SeqStatus.SIBLING, SeqStatus.FINISHED}),
+    SeqStatus.WAITING: frozenset(
+        {SeqStatus.PREFILL, SeqStatus.SIBLING, SeqStatus.FETCHING, SeqStatus.FINISHED}
+    ),
     SeqStatus.SIBLING: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
-    SeqStatus.SWAPPED: frozenset({SeqStatus.PREFILL, SeqStatus.FINISHED}),
+    SeqStatus.SWAPPED: frozenset(
+        {SeqStatus.PREFILL, SeqStatus.FETCHING, SeqStatus.WAITING, SeqStatus.FINISHED}
+    ),
+    SeqStatus.FETCHING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.PREFILL: frozenset(
         {SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}
     ),
@@ -76,7 +83,7 @@ class Sequence:
     """How many of its first blocks have been published, or were found."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. In SWAPPED:
-    tokens whose KV is on the host. In WAITING: tokens it had computed when it was preempted."""
+    tokens whose KV is on host or disk. In WAITING: tokens it had computed when it was preempted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
     is_paced: bool = False
@@ -86,8 +93,13 @@ class Sequence:
     copy_from: DeviceBlockId | None = None
     """Until announced: the block that its last one starts as a copy of; it holds a reference."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Where its computed tokens' KV is on the host: from its swap-out until its swap-in is known to
-    have succeeded."""
+    """Where its computed tokens' KV is on the host, or will be when its loads have ended: from its
+    swap-out until its swap-in is known to have succeeded."""
+    disk_block_ids: tuple[DiskBlockId, ...] = ()
+    """In SWAPPED: where the rest of it is, past `host_block_ids`. In FETCHING: its copies there."""
+    fetched_block_ids: tuple[HostBlockId, ...] = ()
+    """In FETCHING and WAITING: blocks of the host's prefix cache that it will find at its turn, as
+    some were loaded for it; in no order. Whoever needs their room may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
     own is published meanwhile."""

@@ -22,6 +22,8 @@ class WaitingQueue:
         self._short = _Lane(policy)
         self._long = _Lane(policy)
         self._seq_id_to_lane: dict[SeqId, _Lane] = {}
+        self.num_swapped = 0
+        """Sequences that have KV on the host or the disk."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -36,6 +38,7 @@ class WaitingQueue:
         num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
         is_long = 0 < self._threshold < len(seq.token_ids) - num_computed
         lane = self._long if is_long else self._short
+        self.num_swapped += seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane[seq.seq_id] = lane
         account = seq.place.account
         count = self._num_waiting.get(account, 0)
@@ -47,7 +50,8 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out, wherever it is."""
+        """Take a waiting sequence out, wherever it is, before its status changes."""
+        self.num_swapped -= seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane.pop(seq.seq_id).remove(seq)
         self._deadlines.discard(seq)
         account = seq.place.account

@@ -296,6 +296,13 @@ def load_to_proto(
         host_fragmentation=max((space.host.rate for space in spaces), default=0.0),
         num_slots_held=sum(space.num_slots_held for space in spaces),
         num_slots_written=sum(space.num_slots_written for space in spaces),
+        num_disk_blocks=sum(load.num_disk_blocks for load in loads),
+        num_free_disk_blocks=sum(load.num_free_disk_blocks for load in loads),
+        num_cached_disk_blocks=sum(load.num_cached_disk_blocks for load in loads),
+        num_stored_blocks=sum(load.num_stored_blocks for load in loads),
+        num_loaded_blocks=sum(load.num_loaded_blocks for load in loads),
+        num_failed_disk_moves=sum(load.num_failed_disk_moves for load in loads),
+        num_spilled_blocks=sum(load.num_spilled_blocks for load in loads),
     )
 
 

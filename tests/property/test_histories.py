@@ -15,6 +15,7 @@ from tests.property.test_scheduler import SchedulerMachine
 
 NUM_RULES = 250
 MAX_LIVE = 6
+MAX_CROWD = 12
 COUNTERS = (
     "num_preemptions",
     "num_swapped_out_blocks",
@@ -24,20 +25,27 @@ COUNTERS = (
     "num_recomputed_tokens",
     "num_moved_blocks",
     "num_pinned_blocks",
+    "num_stored_blocks",
+    "num_loaded_blocks",
+    "num_failed_disk_moves",
+    "num_spilled_blocks",
 )
 
 
-def start(machine: SchedulerMachine, draw: Random) -> None:
+def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool) -> None:
     machine.start(
         num_blocks=draw.randint(2, 14),
-        block_size=draw.randint(1, 4),
-        max_num_seqs=draw.randint(1, 5),
+        block_size=draw.randint(1, 2 if is_crowd else 4),
+        max_num_seqs=draw.randint(4, 8) if is_crowd else draw.randint(1, 5),
         extra_budget=draw.randint(0, 10),
         caching=draw.random() < 0.7,
         chunk=draw.choice([None, None, 1, 2, 3]),
         watermark=draw.choice([0.0, 0.0, 0.2]),
-        num_host_blocks=draw.choice([0, 1, 2, 4, 8, 16]),
-        mode=draw.choice(list(PreemptionMode)),
+        num_host_blocks=draw.randint(2, 5) if is_crowd else draw.choice([0, 1, 2, 4, 8, 16]),
+        num_disk_blocks=draw.choice([8, 16] if is_crowd else [0, 2, 8, 16, 32]),
+        max_disk_moves=draw.choice([1, 2, 4, 100]),
+        disk_failures=draw.choice([0.0, 0.0, 0.05, 0.2]),
+        mode=PreemptionMode.SWAP if is_crowd else draw.choice(list(PreemptionMode)),
         max_swap_blocks=draw.choice([1, 2, 3, 100]),
         policy=draw.choice(["fcfs", "priority+fair+deadline"]),
         long_prefill=draw.choice([None, 0, 4]),
@@ -49,12 +57,12 @@ def start(machine: SchedulerMachine, draw: Random) -> None:
     )
 
 
-def submit(machine: SchedulerMachine, draw: Random) -> None:
+def submit(machine: SchedulerMachine, draw: Random, *, is_crowd: bool) -> None:
     machine.submit(
         source=draw.randint(0, 1),
-        prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 14))],
+        prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 3 if is_crowd else 14))],
         n=draw.choice([1, 1, 1, 2, 3]),
-        max_tokens=draw.randint(1, 10),
+        max_tokens=draw.randint(6 if is_crowd else 1, 10),
         salt=draw.choice(["", "", "", "other"]),
         priority=draw.randint(-2, 2),
         tenant=draw.choice(["", "other"]),
@@ -67,11 +75,14 @@ def live_through(seed: int) -> SchedulerMachine:
     """Submit, schedule, update, cancel and corrupt at random, then let all end."""
     draw = Random(seed)
     machine = SchedulerMachine()
-    start(machine, draw)
+    is_crowd = draw.random() < 0.3
+    """Whether they are many and grow all the time: then several are swapped, and some spill."""
+    start(machine, draw, is_crowd=is_crowd)
     corruption, cancellation = draw.choice([0, 0.02, 0.1]), draw.choice([0, 0.02, 0.1])
     for _ in range(NUM_RULES):
-        if len(machine.oracle.live) < MAX_LIVE and draw.random() < 0.5:
-            submit(machine, draw)
+        most = MAX_CROWD if is_crowd else MAX_LIVE
+        if len(machine.oracle.live) < most and draw.random() < 0.5:
+            submit(machine, draw, is_crowd=is_crowd)
         elif draw.random() < 0.55:
             machine.schedule()
         elif machine.unanswered:
@@ -79,6 +90,10 @@ def live_through(seed: int) -> SchedulerMachine:
         if draw.random() < corruption:
             blocks = range(machine.config.num_host_blocks)
             machine.worker.corrupt_host([block for block in blocks if draw.random() < 0.5])
+            blocks = range(machine.config.num_disk_blocks)
+            machine.worker.disk.corrupt([block for block in blocks if draw.random() < 0.3])
+        if draw.random() < 0.05:
+            machine.worker.disk.ends_per_step = draw.choice([0, 1, 1, 2, 4])
         if draw.random() < cancellation and machine.oracle.live:
             source, key = draw.choice(sorted(machine.oracle.live))
             machine.oracle.cancel((source, key), machine.core.cancel(source, [key]))

@@ -39,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.none() | st.integers(1, 3),
         watermark=st.sampled_from([0.0, 0.2]),
         num_host_blocks=st.integers(0, 8),
+        num_disk_blocks=st.integers(0, 12),
+        max_disk_moves=st.integers(1, 4),
+        disk_failures=st.sampled_from([0.0, 0.0, 0.2]),
         mode=st.sampled_from(PreemptionMode),
         max_swap_blocks=st.integers(1, 3),
         policy=POLICIES,
@@ -59,6 +62,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk,
         watermark,
         num_host_blocks,
+        num_disk_blocks,
+        max_disk_moves,
+        disk_failures,
         mode,
         max_swap_blocks,
         policy,
@@ -80,6 +86,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=watermark,
             max_prefill_chunk=chunk,
             num_host_blocks=num_host_blocks,
+            num_disk_blocks=num_disk_blocks if num_host_blocks else 0,
+            disk_bytes_per_s=6.0,
+            max_disk_moves=max_disk_moves,
             bytes_per_block=block_size,
             swap_bytes_per_s=6.0,  # full blocks swap faster than they are computed, and
             prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
@@ -95,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             policy_args=(("aging_s", "3"),) if "priority" in policy else (),
         )
+        self.disk_failures = disk_failures
         self.oracle = Oracle()
         self.next_key = 0
         self.now = 0.0
@@ -103,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start_core(self):
         self.core = Scheduler(self.config)
         self.worker = FakeWorker(self.config)
+        self.worker.disk.failure_rate = self.disk_failures
         self.unanswered: deque[StepOutcome] = deque()
 
     @rule(
@@ -214,6 +225,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def corrupt_host_blocks(self, every):
         self.worker.corrupt_host(range(0, self.config.num_host_blocks, every))
 
+    @precondition(lambda self: self.core.load().num_stored_blocks)
+    @rule(every=st.integers(1, 3))
+    def corrupt_disk_blocks(self, every):
+        self.worker.disk.corrupt(range(0, self.config.num_disk_blocks, every))
+
+    @precondition(lambda self: self.config.num_disk_blocks)
+    @rule(ends_per_step=st.integers(0, 4), seed=st.integers(0, 3))
+    def change_the_disks_pace(self, ends_per_step, seed):
+        self.worker.disk.ends_per_step = ends_per_step
+        self.worker.disk.dice.seed(seed)
+
     @precondition(lambda self: len(self.oracle.live) > 2)
     @rule()
     def lose_worker(self):
@@ -245,6 +267,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_free = load.num_free_blocks + load.num_cached_blocks
         assert num_free + load.num_pinned_blocks == load.num_blocks
         assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
+        assert load.num_free_disk_blocks + load.num_cached_disk_blocks == load.num_disk_blocks
         check(self.core)
 
 

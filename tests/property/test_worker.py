@@ -18,6 +18,7 @@ CONFIG = SchedulerConfig(
     max_num_batched_tokens=8,
     max_model_len=12,
     num_host_blocks=3,
+    num_disk_blocks=3,
 )
 PROMPT = [0, 1, 0]  # what follows it is known not to stop at once
 NOTHING = StepPlan(
@@ -37,7 +38,7 @@ NOTHING = StepPlan(
 
 def make_worker():
     """Return one that has computed PROMPT in blocks 0 and 1, and ends no disk move by itself."""
-    worker = FakeWorker(CONFIG, num_disk_blocks=3)
+    worker = FakeWorker(CONFIG)
     worker.disk.ends_per_step = 0
     new = NewSequence(
         seq_id=1,

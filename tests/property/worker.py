@@ -38,11 +38,11 @@ class Row:
 class FakeWorker:
     """The memory of every tier, and the rows."""
 
-    def __init__(self, config: SchedulerConfig, num_disk_blocks: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.slots: list[Context | None] = [None] * (config.num_blocks * config.block_size)
         self.host: dict[int, Content] = {}  # of blocks that hold something
-        self.disk = FakeDisk(num_disk_blocks, self.host)
+        self.disk = FakeDisk(config.num_disk_blocks, self.host)
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0

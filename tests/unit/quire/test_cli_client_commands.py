@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from quire.cli.__main__ import main
+from quire.cli.status import describe_load
+from quire.types import Load
 
 
 async def run(*argv: str) -> int:
@@ -72,3 +74,21 @@ async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
     assert "75% hold a token; 3 pinned; 25% fragmented" in output
     assert "host blocks: 50% used, 2 cached" in output
     assert "prefix cache: 25% of 8 tokens found" in output
+    assert "disk blocks" not in output, "there is no such tier"
+
+
+def test_status_tells_the_blocks_of_the_disk():
+    load = Load(
+        1,
+        2,
+        8,
+        10,
+        3,
+        4,
+        16,
+        1,
+        num_disk_blocks=40,
+        num_free_disk_blocks=15,
+        num_cached_disk_blocks=20,
+    )
+    assert "disk blocks: 12% used, 20 cached, 15 free" in describe_load(load)

@@ -142,6 +142,21 @@ def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
     assert "host block" in text
 
 
+def test_a_run_with_a_disk_replays_the_same(tmp_path):
+    config = replace(
+        CONFIG, num_host_blocks=4, num_disk_blocks=12, preemption_mode=PreemptionMode.SWAP
+    )
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
+        driver = Driver(core, seed=1)
+        driver.run(600)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.load == driver.core.load()
+    assert min(result.load.num_stored_blocks, result.load.num_loaded_blocks) > 0
+
+
 def replay_bytes(content, **options):
     return replay(io.BytesIO(content), **options)
 

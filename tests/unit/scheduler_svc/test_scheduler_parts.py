@@ -361,6 +361,13 @@ def test_metrics_show_each_attached_workers_load():
         num_promoted_blocks=10,
         num_moved_blocks=14,
         num_defragmentations=2,
+        num_disk_blocks=60,
+        num_free_disk_blocks=35,
+        num_cached_disk_blocks=17,
+        num_stored_blocks=26,
+        num_loaded_blocks=19,
+        num_failed_disk_moves=2,
+        num_spilled_blocks=5,
     )
     registry = CollectorRegistry()
     registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
@@ -386,6 +393,13 @@ def test_metrics_show_each_attached_workers_load():
         'quire_kv_pinned_blocks{worker="a:1"} 4.0',
         'quire_kv_moved_blocks_total{worker="a:1"} 14.0',
         'quire_kv_defragmentations_total{worker="a:1"} 2.0',
+        'quire_kv_disk_blocks{worker="a:1"} 60.0',
+        'quire_kv_free_disk_blocks{worker="a:1"} 35.0',
+        'quire_kv_cached_disk_blocks{worker="a:1"} 17.0',
+        'quire_kv_stored_blocks_total{worker="a:1"} 26.0',
+        'quire_kv_loaded_blocks_total{worker="a:1"} 19.0',
+        'quire_kv_failed_disk_moves_total{worker="a:1"} 2.0',
+        'quire_kv_spilled_blocks_total{worker="a:1"} 5.0',
     ):
         assert line in lines
     assert not any('running{worker="b:1"}' in line for line in lines)

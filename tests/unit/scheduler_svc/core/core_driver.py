@@ -48,9 +48,9 @@ def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
 
 
 def answer(
-    core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=(), failed_blocks=()
+    core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
 ) -> News:
-    """Each of `rows` sampled token 7."""
+    """Each of `rows` sampled token 7; `disk` has ends of disk moves, by the outcome's fields."""
     outcome = StepOutcome(
         plan.step_id,
         np.array(rows, np.int32),
@@ -58,6 +58,7 @@ def answer(
         np.array(stopped, np.int32),
         np.array(failed, np.int32),
         np.array(failed_blocks, np.int32),
+        **{name: np.array([*blocks], np.int32) for name, blocks in disk.items()},
     )
     news = core.update(outcome)
     check(core)

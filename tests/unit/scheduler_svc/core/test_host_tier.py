@@ -374,3 +374,15 @@ def test_while_swap_ins_wait_nobody_is_admitted_who_would_evict():
     assert (len(ins(plan)), new(plan)) == (2, [])
     answer(core, plan)
     assert len(new(schedule(core))) == 2
+
+
+def test_a_block_for_growth_is_evicted_two_steps_before_while_it_can_be_demoted():
+    core = make_core(num_blocks=4, num_host_blocks=4)
+    run_alone(core, 0, [1] * 13, max_tokens=1)
+    submit(core, 1, [2] * 2, max_tokens=4)
+    moves = []
+    for _ in range(4):
+        plan = schedule(core)
+        moves.append((outs(plan), grown(plan)))
+        answer(core, plan, 0)
+    assert moves == [({}, {}), ({2: 0}, {}), ({}, {}), ({}, {0: 2})]

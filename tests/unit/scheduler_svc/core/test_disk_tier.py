@@ -1,0 +1,428 @@
+"""The disk tier by example: which block moves where, in which step, and who waits for it."""
+
+import pytest
+from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
+
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.request import FinishReason
+
+
+def stores(plan: StepPlan) -> dict[int, int]:
+    """Host block to disk block."""
+    sources, targets = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def loads(plan: StepPlan) -> dict[int, int]:
+    """Disk block to host block."""
+    sources, targets = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def outs(plan: StepPlan) -> dict[int, int]:
+    """Device block to host block."""
+    sources, targets = plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def ins(plan: StepPlan) -> dict[int, int]:
+    """Host block to device block."""
+    sources, targets = plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def run_alone(core, key):
+    """Take [key + 1] * 9 to its end; its two full blocks are cached. Return the first plan."""
+    submit(core, key, [key + 1] * 9, max_tokens=1)
+    first = schedule(core)
+    answer(core, first, 0)
+    second = schedule(core)
+    answer(core, second, stored_disk_block_ids=stores(first).values())
+    return first
+
+
+def make_full(num_prompts=5, **overrides):
+    """A core of four device, four host and four disk blocks that has done five prompts.
+
+    Of prompt 0 the full blocks are disk blocks 1 and 0; of prompt 1 host block 3 and disk block 2;
+    of prompt 2 host blocks 1 and 0; of prompt 3 device block 3 and host block 2; of prompt 4 device
+    blocks 0 and 1.
+    """
+    settings = {
+        "num_host_blocks": 4,
+        "num_disk_blocks": 4,
+        "preemption_mode": PreemptionMode.SWAP,
+    }
+    core = make_core(num_blocks=4, **(settings | overrides))
+    for key in range(num_prompts):
+        run_alone(core, key)
+    return core
+
+
+def run_until_new(core):
+    """Answer steps until one announces a sequence; return it."""
+    plan = schedule(core)
+    while not plan.new_sequences:
+        answer(core, plan)
+        plan = schedule(core)
+    return plan
+
+
+# --- demotion -----------------------------------------------------------------------------------
+
+
+def test_an_evicted_host_block_is_stored_in_the_plan_that_reuses_it():
+    core = make_full(num_prompts=3)
+    submit(core, 3, [4] * 9, max_tokens=1)
+    plan = schedule(core)
+    assert outs(plan) == {2: 3, 0: 0}
+    assert stores(plan) == {0: 0}, "what host block 0 held until now"
+    load = core.load()
+    assert (load.num_free_disk_blocks, load.num_cached_disk_blocks) == (3, 0), "not to be found yet"
+    answer(core, plan, 0, stored_disk_block_ids=[0])
+    load = core.load()
+    assert (load.num_cached_disk_blocks, load.num_stored_blocks) == (1, 1)
+
+
+def test_a_failed_store_leaves_the_disk_block_blank():
+    core = make_full(num_prompts=3)
+    submit(core, 3, [4] * 9, max_tokens=1)
+    answer(core, schedule(core), 0, failed_disk_block_ids=[0])
+    load = core.load()
+    assert (load.num_free_disk_blocks, load.num_failed_disk_moves) == (4, 1)
+
+
+def test_a_host_block_that_is_evicted_before_it_is_filled_is_lost():
+    core = make_core(num_blocks=4, num_host_blocks=1, num_disk_blocks=4)
+    run_alone(core, 0)
+    run_alone(core, 1)
+    submit(core, 2, [3] * 9, max_tokens=1)
+    plan = schedule(core)
+    assert outs(plan) == {3: 0}, "and not 0, which went there first"
+    assert stores(plan) == {0: 0}, "what an earlier plan has put there, only"
+
+
+def test_what_the_disk_has_is_not_stored_again():
+    core = make_full(num_disk_blocks=16)
+    submit(core, 10, [1] * 9, max_tokens=1)
+    ((seq, _),) = core._fetching._awaited.items()
+    plan = schedule(core)
+    assert loads(plan) == {1: 3, 0: 0}
+    answer(core, plan, stored_disk_block_ids=stores(plan).values(), loaded_host_block_ids=[3, 0])
+    core.cancel(ROUTER, [10])
+    assert core._tier.pool.find(seq.block_hashes) == [3, 0]
+    for key in range(11, 14):
+        on_host = core._tier.pool.find(seq.block_hashes)
+        assert not {*on_host} & stores(run_alone(core, key)).keys()
+    assert not core._tier.pool.find(seq.block_hashes)
+    assert core._tier.disk.pool.find(seq.block_hashes) == [1, 0]
+
+
+def test_no_more_stores_than_the_limit_are_under_way():
+    core = make_full(num_prompts=4, max_disk_moves=1)
+    submit(core, 4, [5] * 9, max_tokens=1)
+    plan = schedule(core)
+    assert outs(plan) == {1: 1, 2: 2}
+    assert stores(plan) == {1: 1}, "what host block 2 held is lost"
+
+
+def test_while_the_disk_is_busy_one_step_is_there_to_hear_of_it():
+    core = make_full(num_prompts=3)
+    submit(core, 3, [4] * 9, max_tokens=1)
+    answer(core, schedule(core), 0)
+    answer(core, schedule(core))
+    plan = schedule(core)
+    assert plan.num_scheduled_tokens == 0
+    assert core.schedule(0.0) is None, "one is enough"
+    answer(core, plan, stored_disk_block_ids=[0])
+    assert core.schedule(0.0) is None, "nothing is under way"
+
+
+# --- promotion ----------------------------------------------------------------------------------
+
+
+def test_a_prompt_on_the_disk_is_loaded_at_once_and_then_swapped_in():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    load = core.load()
+    assert (load.num_waiting, load.num_running) == (1, 0)
+    plan = schedule(core)
+    assert loads(plan) == {1: 3, 0: 0}
+    assert stores(plan) == {3: 3, 0: 2}, "what these host blocks held"
+    answer(core, plan, loaded_host_block_ids=[3])
+    plan = schedule(core)
+    assert not ins(plan), "one is missing"
+    answer(core, plan, loaded_host_block_ids=[0])
+    plan = schedule(core)
+    assert outs(plan), "to make room on the device"
+    answer(core, plan)
+    plan = schedule(core)
+    assert list(ins(plan)) == [3, 0]
+    answer(core, plan)
+    plan = schedule(core)
+    assert [num_computed for _, num_computed, _ in new(plan)] == [8]
+    assert core.load().num_loaded_blocks == 2
+
+
+def test_a_prompt_on_host_and_disk_has_its_host_block_held_meanwhile():
+    core = make_full()
+    submit(core, 10, [2] * 9, max_tokens=1)
+    (seq,) = core._fetching._awaited
+    assert seq.fetched_block_ids == (3, 0)
+    assert core._tier.pool.ref_count(3) == 1
+    assert loads(schedule(core)) == {2: 0}
+
+
+def test_others_run_while_a_prompt_is_loaded():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    submit(core, 11, [7] * 4, max_tokens=1)
+    plan = schedule(core)
+    assert chunks(plan) == {0: 4}
+    assert loads(plan) == {1: 3, 0: 0}
+
+
+def test_equal_prompts_share_their_loads():
+    core = make_full()
+    for key in (10, 11):
+        submit(core, key, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    assert loads(plan) == {1: 3, 0: 0}
+    assert core._tier.pool.ref_count(0) == 3, "two sequences and the load"
+    answer(core, plan, loaded_host_block_ids=[3, 0])
+    assert [num_computed for _, num_computed, _ in new(run_until_new(core))] == [8, 8]
+    assert core.load().num_loaded_blocks == 2
+
+
+def test_a_new_prompt_leaves_half_of_the_host_alone_until_its_turn():
+    core = make_full(num_prompts=3, num_host_blocks=2)
+    submit(core, 9, [1] * 9, max_tokens=1)
+    assert not core._fetching._awaited, "it would take all of the host"
+    assert loads(schedule(core)) == {0: 0}
+    assert len(core._fetching) == 1
+
+
+def test_loads_go_out_a_few_at_a_time():
+    core = make_full(max_disk_moves=1)
+    submit(core, 10, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    ((_, first),) = loads(plan).items()
+    answer(core, plan, loaded_host_block_ids=[first])
+    assert len(loads(schedule(core))) == 1
+
+
+def test_what_fails_to_be_loaded_is_forgotten_and_computed():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    answer(core, plan, loaded_host_block_ids=[3], failed_host_block_ids=[0])
+    plan = run_until_new(core)
+    assert [num_computed for _, num_computed, _ in new(plan)] == [4], "what precedes it"
+    assert core._tier.disk.pool.find(core._rows.owner(0).block_hashes[1:2]) == []
+    assert core.load().num_failed_disk_moves == 1
+
+
+def test_a_sequence_cancelled_while_it_is_loaded_leaves_the_blocks_to_the_cache():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    plan = schedule(core)
+    core.cancel(ROUTER, [10])
+    check(core)
+    answer(core, plan, loaded_host_block_ids=[3, 0], stored_disk_block_ids=[3, 2])
+    assert core.schedule(0.0) is None
+    load = core.load()
+    assert (load.num_cached_host_blocks, load.num_cached_disk_blocks) == (4, 4)
+    assert load.num_waiting == 0
+
+
+def test_a_deadline_passes_while_a_prompt_is_loaded():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1, deadline=20.0)
+    schedule(core, now=19.0)
+    assert core.schedule(20.0) is None
+    check(core)
+    assert [end.reason for end in core.take_expired()] == [FinishReason.DEADLINE]
+    assert core.load().num_waiting == 0
+
+
+def test_a_drained_core_gives_back_what_waits_for_the_disk():
+    core = make_full()
+    submit(core, 10, [1] * 9, max_tokens=1)
+    assert [request.first_seq_key for request in core.drain()] == [10]
+
+
+# Two blocks of 400 bytes, 8 s at 100 bytes/s; the tokens they spare: 8 s at 1 token/s.
+@pytest.mark.parametrize(
+    ("disk_bytes_per_s", "tokens_per_s", "is_loaded"),
+    [(101, 1.0, True), (99, 1.0, False), (100, 1.01, False), (0, 1.0, False), (100, 0, True)],
+)
+def test_by_cost_only_what_is_loaded_faster_than_computed_is(
+    disk_bytes_per_s, tokens_per_s, is_loaded
+):
+    core = make_full(
+        preemption_mode=PreemptionMode.COST,
+        bytes_per_block=400,
+        disk_bytes_per_s=disk_bytes_per_s,
+        prefill_tokens_per_s=tokens_per_s,
+    )
+    submit(core, 10, [1] * 9, max_tokens=1)
+    assert bool(loads(schedule(core))) == is_loaded
+
+
+# --- spilling -----------------------------------------------------------------------------------
+
+
+def make_spilled(**overrides):
+    """A core in which 2, with seven computed tokens in two blocks, has just spilled both for 1.
+
+    Return it and the plan; 0 runs alone.
+    """
+    settings = {
+        "num_host_blocks": 3,
+        "num_disk_blocks": 4,
+        "preemption_mode": PreemptionMode.SWAP,
+        "enable_prefix_caching": False,
+    }
+    core = make_core(num_blocks=6, **(settings | overrides))
+    submit(core, 0, [1] * 6, max_tokens=14)
+    submit(core, 1, [2] * 5, max_tokens=11)
+    submit(core, 2, [3] * 5, max_tokens=8)
+    plan = schedule(core)
+    assert [blocks for _, _, blocks in new(plan)] == [[0, 1], [2, 3], [4, 5]]
+    for rows in ((0, 1, 2), (0, 1)):
+        num_preemptions = core.load().num_preemptions
+        while core.load().num_preemptions == num_preemptions:
+            answer(core, plan, *rows)
+            plan = schedule(core)
+        if rows[2:]:
+            assert outs(plan) == {4: 0, 5: 1}
+    return core, plan
+
+
+def test_a_swapped_sequence_spills_to_make_room_for_another():
+    core, plan = make_spilled()
+    assert outs(plan) == {2: 0, 3: 1, 5: 2}
+    assert stores(plan) == {0: 0, 1: 1}, "the partly filled block included"
+    load = core.load()
+    assert (load.num_swapped, load.num_spilled_blocks, load.num_free_disk_blocks) == (2, 2, 2)
+
+
+def test_no_more_blocks_spill_than_there_is_need_for():
+    core, plan = make_spilled(num_host_blocks=4)
+    assert outs(plan) == {2: 1, 3: 2, 5: 3}
+    assert stores(plan) == {1: 0}, "the last"
+    assert core.load().num_spilled_blocks == 1
+
+
+def fetch_spilled(core, plan, **ends):
+    """Let 2 have its turn; return the plan after the one that loads its blocks to the host."""
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    core.cancel(ROUTER, [0, 1])
+    plan = schedule(core)
+    assert loads(plan) == {0: 0, 1: 1}
+    assert core.load().num_swapped == 1
+    answer(core, plan, **ends)
+    return schedule(core)
+
+
+def test_a_spilled_sequence_comes_back_through_the_host_and_computes_nothing_again():
+    core, plan = make_spilled()
+    plan = fetch_spilled(core, plan, loaded_host_block_ids=[1, 0])
+    assert core.load().num_cached_disk_blocks + core.load().num_free_disk_blocks == 4
+    assert list(ins(plan)) == [0, 1]
+    following = schedule(core)
+    ((_, num_computed, blocks),) = new(following)
+    assert (num_computed, blocks[:2]) == (7, [*ins(plan).values()])
+    load = core.load()
+    assert (load.num_swapped, load.num_recomputed_tokens) == (0, 0)
+
+
+def test_a_spilled_sequence_waits_for_its_stores_before_it_is_loaded():
+    core, plan = make_spilled()
+    answer(core, plan, 0, stored_disk_block_ids=[0])
+    core.cancel(ROUTER, [0, 1])
+    plan = schedule(core)
+    assert not loads(plan)
+    answer(core, plan, stored_disk_block_ids=[1])
+    assert list(loads(schedule(core))) == [0, 1]
+
+
+def test_a_sequence_whose_spilling_fails_is_recomputed():
+    core, plan = make_spilled()
+    answer(core, plan, 0, stored_disk_block_ids=[1], failed_disk_block_ids=[0])
+    assert core.load().num_swapped == 1, "only the other"
+    assert core.load().num_free_disk_blocks == 4
+    core.cancel(ROUTER, [0, 1])
+    assert new(schedule(core))[0][1] == 0
+    assert core.load().num_recomputed_tokens == 7
+
+
+def test_a_spilled_sequence_that_cannot_be_loaded_is_recomputed():
+    core, plan = make_spilled()
+    plan = fetch_spilled(core, plan, failed_host_block_ids=[1])
+    assert new(plan)[0][1] == 0, "without waiting for the other load"
+    load = core.load()
+    assert (load.num_swapped, load.num_recomputed_tokens) == (0, 7)
+    answer(core, plan, 0, loaded_host_block_ids=[0])
+    load = core.load()
+    assert (load.num_free_host_blocks, load.num_free_disk_blocks) == (3, 4)
+
+
+def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
+    core, plan = make_spilled()
+    core.cancel(ROUTER, [2])
+    check(core)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    assert core.load().num_free_disk_blocks == 4
+
+
+def test_without_room_on_the_disk_the_other_is_recomputed():
+    core, plan = make_spilled(num_disk_blocks=1)
+    assert not outs(plan)
+    assert not stores(plan)
+    assert core.load().num_swapped == 1
+
+
+# To swap is almost free. Two blocks of 400 bytes spill and come back: 16 s at 100 bytes/s. To
+# compute the eleven tokens of 1 again takes 16 s, too.
+@pytest.mark.parametrize(("disk_bytes_per_s", "spills"), [(101, True), (99, False), (0, False)])
+def test_by_cost_the_way_of_what_spills_counts(disk_bytes_per_s, spills):
+    _, plan = make_spilled(
+        preemption_mode=PreemptionMode.COST,
+        bytes_per_block=400,
+        swap_bytes_per_s=1e9,
+        disk_bytes_per_s=disk_bytes_per_s,
+        prefill_tokens_per_s=11 / 16,
+    )
+    assert bool(outs(plan)) == bool(stores(plan)) == spills
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("stored_disk_block_ids", "no store to disk block 2 is under way"),
+        ("failed_disk_block_ids", "no store to disk block 2 is under way"),
+        ("loaded_host_block_ids", "no load to host block 2 is under way"),
+        ("failed_host_block_ids", "no load to host block 2 is under way"),
+    ],
+)
+def test_the_end_of_a_move_that_nobody_made_is_a_bug(name, what):
+    core = make_full(num_prompts=1)
+    submit(core, 9, [7], max_tokens=1)
+    with pytest.raises(BrokenInvariantError, match=what):
+        answer(core, schedule(core), **{name: [2]})
+
+
+def test_a_disk_without_a_host_is_refused():
+    with pytest.raises(ValueError, match="num_disk_blocks is 1; without host blocks it must be 0"):
+        SchedulerConfig(
+            num_blocks=1,
+            block_size=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=1,
+            num_disk_blocks=1,
+        )
