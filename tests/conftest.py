@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # A shell that starts the tests in the background ignores it, and every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,5 +28,8 @@ settings.register_profile(
     deadline=None,
     print_blob=True,
     suppress_health_check=_ANY_SPEED,
+)
+settings.register_profile(  # whether it fails is all that is asked
+    "mutation", parent=settings.get_profile("short"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("short")

@@ -1,0 +1,143 @@
+"""Small faults in a source text: each is one edit, as a slip of the hand would make it."""
+
+import ast
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Add,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+_RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_TRANSPARENT = {"reversed", "sorted"}
+_NO_TARGETS = ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom
+"""Tests of the code, texts for people, and what fails as soon as it is imported."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit of one file."""
+
+    path: Path
+    """Below the root of the tree."""
+    before: str
+    after: str
+
+    @property
+    def removed(self) -> str:
+        """The lines that the edit changes, as they were, in one."""
+        return self._lines("- ")
+
+    @property
+    def added(self) -> str:
+        """The same lines as they are now."""
+        return self._lines("+ ")
+
+    def diff(self) -> str:
+        """Return the edit for a person."""
+        name = str(self.path)
+        texts = self.before.splitlines(), self.after.splitlines()
+        return "\n".join(difflib.unified_diff(*texts, name, name, n=2, lineterm=""))
+
+    def _lines(self, sign: str) -> str:
+        lines = difflib.ndiff(self.before.splitlines(), self.after.splitlines())
+        return " ".join(line[2:].strip() for line in lines if line.startswith(sign))
+
+
+def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
+    """Yield every mutant of a file."""
+    text = source.encode()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node, new in _edits(ast.parse(source), in_constructor=False):
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        yield Mutant(path, source, (text[:start] + new.encode() + text[end:]).decode())
+
+
+def _edits(node: ast.AST, *, in_constructor: bool) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yield parts of a tree, and the text that each is to be replaced with."""
+    if isinstance(node, ast.FunctionDef):
+        in_constructor = node.name == "__init__"
+    if isinstance(node, ast.stmt) and not in_constructor and _can_go(node):
+        yield node, "pass"
+    if isinstance(node, ast.If | ast.While):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+    if isinstance(node, _NO_TARGETS):
+        return
+    if isinstance(node, ast.expr):
+        yield from ((node, f"({ast.unparse(new)})") for new in _variants(node))
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "bases"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _edits(child, in_constructor=in_constructor)
+
+
+def _can_go(node: ast.stmt) -> bool:
+    """Whether to drop a statement; without a first assignment all breaks, which shows nothing."""
+    match node:
+        case ast.Assign(targets=[ast.Name()]):
+            return False
+        case ast.Expr(value=value):
+            return not isinstance(value, ast.Constant)
+        case ast.Return(value=value):
+            return value is None
+    kinds = ast.Assign | ast.AugAssign | ast.Delete | ast.Raise | ast.Break | ast.Continue
+    return isinstance(node, kinds)
+
+
+def _variants(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield what a slip might write for an expression."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _FLIPPED:
+            yield ast.Compare(left, [_FLIPPED[type(op)]()], [right])
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _FLIPPED:
+            yield ast.BinOp(left, _FLIPPED[type(op)](), right)
+        case ast.BoolOp(op=op, values=values):
+            yield ast.BoolOp(_FLIPPED[type(op)](), values)
+            yield from values
+        case ast.UnaryOp(operand=operand):
+            yield operand
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() as value):
+            yield ast.Constant(value + 1)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (body, orelse)
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper), ctx=ctx):
+            if lower is not None:
+                yield ast.Subscript(value, ast.Slice(None, upper), ctx)
+            if upper is not None:
+                yield ast.Subscript(value, ast.Slice(lower, None), ctx)
+        case ast.Call(func=ast.Name(id=name), args=[inner]) if name in _TRANSPARENT:
+            yield inner
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in _RENAMED:
+            yield ast.Call(ast.Name(_RENAMED[name]), args, words)
+        case ast.Call(func=ast.Attribute(value=value, attr="popleft")):
+            yield ast.Call(ast.Attribute(value, "pop"), [], [])
+        case ast.Call(func=func, args=[first, second, *rest], keywords=words):
+            yield ast.Call(func, [second, first, *rest], words)
+        case ast.ListComp(elt=elt, generators=[ast.comprehension(ifs=[_]) as only]):
+            yield ast.ListComp(elt, [ast.comprehension(only.target, only.iter, [], 0)])
+        case ast.GeneratorExp(elt=elt, generators=[ast.comprehension(ifs=[_]) as only]):
+            yield ast.GeneratorExp(elt, [ast.comprehension(only.target, only.iter, [], 0)])

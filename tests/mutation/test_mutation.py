@@ -1,0 +1,75 @@
+"""The mutation run sees a mutant that the tests see, and one that they do not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.__main__ import candidates
+from tests.mutation.mutants import mutants_of
+from tests.mutation.trial import Trial, Verdict
+
+SOURCE = """\
+def count_up(limit: int) -> list[int]:
+    \"\"\"Return what is below.\"\"\"
+    assert limit > 0, "not this 1"
+    numbers = []
+    while len(numbers) < limit:
+        numbers.append(len(numbers))
+    return sorted(numbers)
+"""
+TEST = """\
+from counting import count_up
+def test_counting():
+    assert count_up(2) == [0, 1]
+"""
+
+
+def expressions(source):
+    """Return the line that each mutant of a one-line source has instead."""
+    return [mutant.added for mutant in mutants_of(Path("a.py"), source)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a < b", ["pass", "(a <= b)"]),
+        ("x = f(a, b) is not c", ["x = (f(a, b) is c)", "x = (f(b, a)) is not c"]),
+        ("x = -1", ["x = (1)", "x = -(2)"]),
+        ("x = a and not b", ["x = (a or not b)", "x = (a)", "x = (not b)", "x = a and (b)"]),
+        ("x = y[1:]", ["x = (y[:])", "x = y[(2):]"]),
+        ("x = [y for y in z if y]", ["x = ([y for y in z])"]),
+        ("x = reversed(q.popleft())", ["x = (q.popleft())", "x = reversed((q.pop()))"]),
+        ("self.x = True", ["pass", "self.x = (False)"]),
+        ("if a: raise E('ü' + 'b')", ["if (not (a)): raise E('ü' + 'b')", "if a: pass"]),
+        ("é: int = 1 + 'ü'", ["é: int = (1 - 'ü')", "é: int = (2) + 'ü'"]),
+    ],
+)
+def test_slips_of_the_hand(source, expected):
+    assert expressions(source) == expected
+
+
+def test_a_mutant_that_the_tests_do_not_see_survives(tmp_path):
+    for folder, name, text in (("src", "counting.py", SOURCE), ("t", "test_it.py", TEST)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = 'src'\n")
+    (tmp_path / "t" / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('mutation')\n"
+    )
+    trial = Trial.of_tree(tmp_path, ["src", "t"], tmp_path / "copy", ["t"])
+    trial.prove()
+    verdicts = {
+        mutant.added: trial.judge(mutant)
+        for mutant in mutants_of(Path("src/counting.py"), SOURCE)
+        if "pass" not in mutant.added  # that one hangs
+    }
+    assert verdicts == {
+        "while (not (len(numbers) < limit)):": Verdict.KILLED,
+        "while (len(numbers) <= limit):": Verdict.KILLED,
+        "return (numbers)": Verdict.SURVIVED,
+    }
+    assert (tmp_path / "copy" / "src" / "counting.py").read_text() == SOURCE
+
+
+def test_the_block_space_has_mutants_and_those_listed_as_no_faults_are_among_them():
+    assert len(candidates([])) > 500
