@@ -24,7 +24,7 @@ settings.register_profile(
 settings.register_profile(
     "long",
     max_examples=20_000,
-    stateful_step_count=60,
+    stateful_step_count=100,
     deadline=None,
     print_blob=True,
     suppress_health_check=_ANY_SPEED,

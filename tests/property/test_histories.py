@@ -102,6 +102,7 @@ def live_through(seed: int) -> SchedulerMachine:
         if draw.random() < 0.02:
             machine.core.defragment()
         check(machine.core)
+        machine.num_rule_steps["histories"] += 1
     machine.teardown()
     return machine
 

@@ -3,7 +3,8 @@
 `make test` runs a short one. A long one: `pytest tests/property --hypothesis-profile=long`.
 """
 
-from collections import deque
+from collections import Counter, deque
+from typing import ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -29,6 +30,9 @@ POLICIES = st.sampled_from(
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Routers, a scheduler and a worker, with up to two steps between them."""
+
+    num_rule_steps: ClassVar[Counter[str]] = Counter()
+    """Rules run since the start, here and in the histories; pytest tells it at its end."""
 
     @initialize(
         num_blocks=st.integers(2, 12),
@@ -248,6 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_are_right(self):
         if hasattr(self, "core"):
             check(self.core)
+            self.num_rule_steps["state machine"] += 1
 
     def teardown(self):
         """Everything that is live ends, and leaves nothing behind."""

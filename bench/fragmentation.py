@@ -1,0 +1,184 @@
+"""Paged KV against contiguous max-length reservations in the same memory, by simulation.
+
+Blocks are the scheduler core's own; step durations are a model's. Each client sends its next
+request when its last has ended; requests share no prefix; one step is in flight. Preempted requests
+are computed again. Three scenarios:
+
+    a  1,000 clients, requests of at most 8,192 tokens
+    b  500 clients, each request with a limit of its own: 1,024 to 16,384 tokens, log-uniform
+    c  three models that share a device and take turns, a step each: 300, 200 and 100 clients with
+       limits as in b. Each model has a third of the memory, paged or not: blocks do not move from
+       one model to another.
+
+Lengths: log-normal with sigma 1, cut at the limit. `chat` has the means of ShareGPT in the paper on
+PagedAttention, 161 tokens in and 338 out; `long` has the medians of Azure's conversations of 2023,
+1,020 in and 129 out, about twice as much KV. What paging wins depends on them: a request that fills
+its limit wins nothing. JSON has the numbers of `chat`, and those of `long` as `..._a_long`.
+
+    no room    share of the requests that had to wait when their turn came, or were preempted,
+               because too little was free
+    no run     share that had to wait although enough was free: it was not in one run
+    fragmentation    1 - longest free run / free, mean over time; nothing paged needs a run
+
+    python bench/fragmentation.py [--quick] [--json FILE]
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+from kv_simulation import Engine, Job, PagedEngine, Replay, ReservingEngine, replay
+
+from sim_worker.time_model import TimeModel
+
+KV_BYTES = 80e9
+KV_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2  # K and V, layers, kv heads, head dim, bf16: 320 KiB
+NUM_SLOTS = int(KV_BYTES // KV_BYTES_PER_TOKEN)
+# Four devices of 3.35 TB/s and 989 TFLOP/s, as one: they hold 140 GB of weights and the KV.
+MODEL = TimeModel(70e9, KV_BYTES_PER_TOKEN, 4 * 3.35e12, 4 * 989e12)
+
+
+Limits = Callable[[np.random.Generator], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal lengths of prompts and outputs, in tokens."""
+
+    median_in: float
+    median_out: float
+
+    def jobs(self, limits: Limits, seed: int) -> Iterator[Job]:
+        """Draw requests without end; each prompt leaves room for one token at least."""
+        rng = np.random.default_rng(seed)
+        while True:
+            max_len = limits(rng)
+            for_in, for_out = rng.lognormal(0, 1, 2).tolist()
+            prompt = min(max(1, round(self.median_in * for_in)), max_len - 1)
+            output = min(max(1, round(self.median_out * for_out)), max_len - prompt)
+            yield Job(prompt, max_len, output)
+
+
+LENGTHS = {
+    "chat": Lengths(161 * exp(-0.5), 338 * exp(-0.5)),  # the mean is exp(1/2) medians
+    "long": Lengths(1020, 129),
+}
+
+
+def alike(_: np.random.Generator) -> int:
+    """Return the limit of all requests of scenario a."""
+    return 8192
+
+
+def mixed(rng: np.random.Generator) -> int:
+    """Draw a limit."""
+    return int(1024 * 16 ** rng.random())
+
+
+SCENARIOS: dict[str, tuple[Limits, tuple[int, ...]]] = {
+    "a": (alike, (1000,)),
+    "b": (mixed, (500,)),
+    "c": (mixed, (300, 200, 100)),
+}
+"""How limits are drawn, and the clients of each model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One replay."""
+
+    replay: Replay
+    refused: float
+    """Share of the requests that could not start at some time although enough was free."""
+    no_room: float
+    """Share that waited, or was preempted, because too little was free."""
+
+
+def play(
+    make: Callable[[Iterator[Job], int, int], Engine],
+    scenario: str,
+    lengths: Lengths,
+    seed: int,
+    measured_s: float,
+) -> Outcome:
+    """Replay a scenario; it runs for half as long before it is measured."""
+    limits, clients = SCENARIOS[scenario]
+    num_slots = NUM_SLOTS // len(clients)
+    engines = [
+        make(lengths.jobs(limits, 100 * seed + model), count, num_slots)
+        for model, count in enumerate(clients)
+    ]
+    result = replay(engines, MODEL, measured_s / 2, measured_s)
+    num_tried = sum(len(each.started | each.no_room | each.no_run) for each in engines)
+    refused = sum(len(engine.no_run) for engine in engines) / num_tried
+    no_room = sum(len(engine.no_room) for engine in engines) / num_tried
+    return Outcome(result, refused, no_room)
+
+
+def main() -> None:
+    """Replay, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time; under 60 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    args = parser.parse_args()
+    measured_s, seeds = (60, 1) if args.quick else (120, 5)
+
+    print(__doc__[: __doc__.index("    python bench")])
+    print(f"Memory: {KV_BYTES / 1e9:.0f} GB, {NUM_SLOTS:,} tokens of {KV_BYTES_PER_TOKEN:,} bytes.")
+    print(
+        f"Measured: {measured_s} s of the device's time, {seeds} times, each with other requests.\n"
+    )
+    print(f"{'':24}{'running':>9}{'output':>10}{'no room':>9}{'no run':>8}{'fragmen-':>10}")
+    print(f"{'':24}{'':>9}{'tokens/s':>10}{'':>9}{'':>8}{'tation':>10}")
+    results: dict[str, float] = {}
+    for scenario in SCENARIOS:
+        for name, lengths in LENGTHS.items():
+            pairs = [
+                (
+                    play(PagedEngine, scenario, lengths, seed, measured_s),
+                    play(ReservingEngine, scenario, lengths, seed, measured_s),
+                )
+                for seed in range(seeds)
+            ]
+            for kind, outcomes in zip(
+                ("paged", "contiguous"), zip(*pairs, strict=True), strict=True
+            ):
+                print(f"{scenario}  {name:6}{kind:15}", end="")
+                print(f"{mean(each.replay.num_running for each in outcomes):9.0f}", end="")
+                print(f"{mean(each.replay.tokens_per_s for each in outcomes):10.0f}", end="")
+                print(f"{mean(each.no_room for each in outcomes):9.1%}", end="")
+                print(f"{mean(each.refused for each in outcomes):8.1%}", end="")
+                print(f"{mean(each.replay.fragmentation for each in outcomes):10.2f}")
+            numbers = metrics(pairs)
+            suffix = f"_{scenario}" if name == "chat" else f"_{scenario}_{name}"
+            results |= {key + suffix: value for key, value in numbers.items()}
+            print(
+                f"{'':9}paged / contiguous: concurrency {numbers['concurrency_ratio']:.1f}", end=""
+            )
+            print(f", throughput {numbers['throughput_ratio']:.1f}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def metrics(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, float]:
+    """Means over pairs of paged and contiguous; names to numbers."""
+    values = {
+        "concurrency_ratio": [p.replay.num_running / c.replay.num_running for p, c in pairs],
+        "throughput_ratio": [p.replay.tokens_per_s / c.replay.tokens_per_s for p, c in pairs],
+        "refused_paged": [p.refused for p, _ in pairs],
+        "refused_contiguous": [c.refused for _, c in pairs],
+        "no_room_paged": [p.no_room for p, _ in pairs],
+        "no_room_contiguous": [c.no_room for _, c in pairs],
+        "fragmentation_paged": [p.replay.fragmentation for p, _ in pairs],
+        "fragmentation_contiguous": [c.replay.fragmentation for _, c in pairs],
+    }
+    return {name: mean(each) for name, each in values.items()}
+
+
+if __name__ == "__main__":
+    main()
