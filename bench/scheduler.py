@@ -1,17 +1,23 @@
 """What one step of scheduling costs: `schedule` + `update` of the core, no model, no wire.
 
-Sequences decode with blocks of 16 tokens, so one in sixteen crosses a block border in each step.
-`growth` compares 1,024 with 64 running sequences when equally many (four) cross one. `hash` is the
-prefix cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
+Costs are processor time, so that other work on the machine hardly counts. Sequences decode with
+blocks of 16 tokens, so one in sixteen crosses a block border in each step. `growth` compares 1,024
+with 64 running sequences when equally many (four) cross one. `hash` is the prefix cache's cost per
+prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
 
-    python bench/scheduler.py [--quick] [--json FILE]
+With the interpreter of an environment that has vLLM, its scheduler is timed at the same sizes, each
+right after ours, and its hashing.
+
+    python bench/scheduler.py [--quick] [--json FILE] [--vllm-python PATH]
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import time
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import numpy as np
 
@@ -75,14 +81,14 @@ def step_us(num_seqs: int, block_size: int, num_steps: int) -> float:
         core.update(worker.execute(plan))
     costs_s = []
     for _ in range(num_steps):
-        start = time.perf_counter()
+        start = time.thread_time()
         plan = core.schedule(0.0)
         assert plan is not None
-        scheduled = time.perf_counter()
+        scheduled = time.thread_time()
         outcome = worker.execute(plan)
-        executed = time.perf_counter()
+        executed = time.thread_time()
         core.update(outcome)
-        costs_s.append(time.perf_counter() - executed + scheduled - start)
+        costs_s.append(time.thread_time() - executed + scheduled - start)
     assert core.load().num_preemptions == 0
     return statistics.median(costs_s) * 1e6
 
@@ -92,34 +98,79 @@ def hash_us_per_block(num_blocks: int = 512, block_size: int = 16) -> float:
     prompts = np.random.default_rng(0).integers(0, 32_000, (50, num_blocks * block_size), np.int32)
     costs_s = []
     for prompt in prompts:
-        start = time.perf_counter()
+        start = time.thread_time()
         extend_chain([], root_hash(""), prompt, block_size)
-        costs_s.append(time.perf_counter() - start)
+        costs_s.append(time.thread_time() - start)
     return min(costs_s) / num_blocks * 1e6
+
+
+class Vllm:
+    """vLLM's scheduler in another interpreter; answers microseconds."""
+
+    def __init__(self, python: Path) -> None:
+        script = Path(__file__).with_name("vllm_scheduler.py")
+        self._command = [str(python), str(script)]
+        self._process = subprocess.Popen(
+            self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, bufsize=1
+        )
+
+    def ask(self, question: str) -> float:
+        """Return the answer to a line.
+
+        Raises:
+            RuntimeError: The other process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(question + "\n")
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError(f"no answer; try: echo {question} | {' '.join(self._command)}")
+        return float(answer)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._process.communicate()
+
+
+def measure(num_steps: int, vllm: Vllm | None) -> dict[str, float]:
+    """Measure and print a table; return names to numbers."""
+    results: dict[str, float] = {}
+    print(f"{'running':>8} {'us per step':>12} {'us per sequence':>16}", end="")
+    print(f" {'vLLM':>8} {'ratio':>7}" if vllm else "")
+    for size in SIZES:
+        results[f"us_per_seq_{size}"] = cost = step_us(size, 16, num_steps) / size
+        print(f"{size:8,} {cost * size:12.1f} {cost:16.3f}", end="", flush=True)
+        if vllm:
+            results[f"us_per_seq_vllm_{size}"] = other = vllm.ask(f"{size} {num_steps}") / size
+            print(f" {other:8.2f} {other / cost:7.1f}", end="")
+        print()
+    # four borders crossed in every step: 64 / 16 and 1024 / 256
+    few, many = step_us(64, 16, num_steps), step_us(1024, 256, num_steps)
+    results["growth_1024_over_64"] = many / few
+    print("growth, 1,024 over 64 with four borders each:", end=" ")
+    print(f"{many:.1f} / {few:.1f} = {many / few:.2f}")
+    results["hash_us_per_block"] = cost = hash_us_per_block()
+    print(f"hash: {cost:.3f} us per block of 16 tokens", end="")
+    if vllm:
+        results["hash_us_per_block_vllm"] = other = vllm.ask("hash")
+        print(f"; vLLM {other:.3f}; ratio {other / cost:.1f}", end="")
+    print()
+    return results
 
 
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps; under 20 s")
+    parser.add_argument("--quick", action="store_true", help="fewer steps; under 20 s without vLLM")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="compare with its vLLM")
     args = parser.parse_args()
-    num_steps = 200 if args.quick else 2000
-
-    results: dict[str, float] = {}
-    print(f"{'running':>8} {'us per step':>12} {'us per sequence':>16}")
-    for size in SIZES:
-        cost = step_us(size, 16, num_steps)
-        results[f"us_per_seq_{size}"] = cost / size
-        print(f"{size:8,} {cost:12.1f} {cost / size:16.3f}")
-    # four borders crossed in every step: 64 / 16 and 1024 / 256
-    few, many = step_us(64, 16, num_steps), step_us(1024, 256, num_steps)
-    results["growth_1024_over_64"] = many / few
-    results["hash_us_per_block"] = hash_us_per_block()
-    print(
-        f"growth, 1,024 over 64 with four borders each: {many:.1f} / {few:.1f} = {many / few:.2f}"
-    )
-    print(f"hash: {results['hash_us_per_block']:.3f} us per block of 16 tokens")
+    vllm = Vllm(args.vllm_python) if args.vllm_python else None
+    try:
+        results = measure(200 if args.quick else 2000, vllm)
+    finally:
+        if vllm:
+            vllm.close()
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,5 +1,6 @@
 """The mutation run sees a mutant that the tests see, and one that they do not."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,5 +72,10 @@ def test_a_mutant_that_the_tests_do_not_see_survives(tmp_path):
     assert (tmp_path / "copy" / "src" / "counting.py").read_text() == SOURCE
 
 
-def test_the_block_space_has_mutants_and_those_listed_as_no_faults_are_among_them():
-    assert len(candidates([])) > 500
+def test_what_is_listed_as_no_fault_is_not_drawn(monkeypatch):
+    drawn = candidates()
+    assert len(drawn) > 500
+    one = drawn[0]
+    entry = {"file": one.path.name, "old": one.removed, "new": one.added}
+    monkeypatch.setattr(tomllib, "loads", lambda _: {"mutant": [entry]})
+    assert one not in candidates()
