@@ -1,0 +1,77 @@
+"""The block space by example: what random histories seldom reach, and what they cannot see."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from core_driver import make_core, submit
+
+from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.plan import StepOutcome, ints
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from tests.property.worker import FakeWorker
+
+
+class Pair:
+    """A core and a worker that fails if it reads wrong KV."""
+
+    def __init__(self, **overrides):
+        self.core = make_core(**overrides)
+        self.worker = FakeWorker(self.core.config)
+        self.unanswered = deque()
+
+    def schedule(self):
+        if plan := self.core.schedule(0.0):
+            self.unanswered.append(self.worker.execute(plan))
+        return plan
+
+    def answer(self):
+        self.core.update(self.unanswered.popleft())
+
+    def run(self):
+        while self.schedule() or self.unanswered:
+            self.answer()
+
+    def run_alone(self, key, prompt):
+        """Compute a prompt and one token; its full blocks are cached afterwards."""
+        submit(self.core, key, prompt, max_tokens=1)
+        self.run()
+
+
+@pytest.fixture
+def pair():
+    """Its host has the two full blocks of [1] * 9, its device none; it swaps in one a step."""
+    pair = Pair(num_blocks=8, num_host_blocks=8, max_swap_blocks=1)
+    pair.run_alone(0, [1] * 9)
+    for key in range(2, 10):  # they evict one block each
+        pair.run_alone(key, [key] * 4)
+    return pair
+
+
+def test_a_result_when_nothing_is_in_flight_is_a_bug():
+    outcome = StepOutcome(1, ints([]), ints([]), ints([]), ints([]))
+    with pytest.raises(BrokenInvariantError, match=r"result of step 1; in flight: \[\]"):
+        make_core().update(outcome)
+
+
+def test_cached_tokens_are_counted_in_all_tiers(pair):
+    request = Request(SourceId(0), SeqKey(20), "", np.full(9, 1, np.int32), 1, 1, b"")
+    assert pair.core._lookup.num_cached_tokens(request) == 8
+    pair.run_alone(20, [1] * 5)  # now the first block is in both
+    assert pair.core._lookup.num_cached_tokens(request) == 8
+
+
+def test_blocks_keep_their_order_when_a_later_one_is_on_its_way_for_another(pair):
+    submit(pair.core, 20, [1] * 9)
+    while not pair.schedule().swap_in_dst_block_ids.size:
+        pair.answer()
+    pair.schedule()
+    while len(pair.unanswered) > 1:  # up to the first block; the second is still on its way
+        pair.answer()
+    submit(pair.core, 21, [1] * 9)
+    pair.run()
+    assert pair.core.load().num_promoted_blocks == 4
+
+
+def test_a_source_whose_last_sequence_has_ended_is_forgotten(pair):
+    assert not pair.core._live._by_source
