@@ -61,8 +61,8 @@ class Engine(Protocol):
     no_run: set[int]
     """Those that could not start when their turn came although enough was free."""
 
-    def step(self) -> Step:
-        """Compute a step."""
+    def step(self, now: float) -> Step:
+        """Compute a step that begins at `now`, in seconds."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ def replay(
     while measured.time_s < measured_s:
         result = warm_up if warm_up.time_s < warm_up_s else measured
         for index, engine in enumerate(engines):
-            step = engine.step()
+            step = engine.step(warm_up.time_s + measured.time_s)
             duration_s = model.step_s(step.num_tokens, step.num_context_tokens)
             running[index] = step.num_running
             result.time_s += duration_s
@@ -149,10 +149,10 @@ class PagedEngine:
         most, name = job.max_len - job.prompt_len, str(index).encode()
         self._core.submit(Request(SourceId(0), SeqKey(index), "", prompt, 1, most, name), 0.0)
 
-    def step(self) -> Step:
+    def step(self, now: float) -> Step:
         """Schedule, count, update."""
         num_preemptions = self._core.load().num_preemptions
-        plan = self._core.schedule(0.0)
+        plan = self._core.schedule(now)
         assert plan is not None
         self._move_blocks(plan)
         outcome = self._compute(plan)
@@ -240,7 +240,7 @@ class ReservingEngine:
         self._memory = FirstFit(num_slots)
         self._running: list[_Reserved] = []
 
-    def step(self) -> Step:
+    def step(self, now: float) -> Step:  # noqa: ARG002 - it needs no clock
         """Decode all, then compute prompts, then admit, within the budget."""
         num_outputs = num_tokens = 0
         for each in self._running:

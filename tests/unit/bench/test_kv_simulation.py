@@ -55,9 +55,9 @@ def test_a_reservation_needs_a_run():
     short, long = Job(1, 10, 2), Job(1, 10, 9)
     big = Job(1, 20, 2)
     engine = ReservingEngine(iter([short, long, short, big, big, big, big, big]), 4, 30)
-    engine.step()
-    engine.step()  # the short ones have ended, the long one is between them
-    step = engine.step()
+    engine.step(0)
+    engine.step(0)  # the short ones have ended, the long one is between them
+    step = engine.step(0)
     assert (step.num_running, step.fragmentation) == (1, 0.5)
     assert (engine.no_run, engine.no_room) == ({3}, {3})
 
