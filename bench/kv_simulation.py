@@ -17,7 +17,7 @@ import numpy as np
 from contiguous import FirstFit
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
+from scheduler_svc.core.plan import Int32Array, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from sim_worker.time_model import TimeModel
@@ -189,11 +189,21 @@ class PagedEngine:
             self._full_len[new.row] = job.prompt_len + job.output_len
         for row, block in zip(plan.appended_rows, plan.appended_block_ids, strict=True):
             self._hold(int(row), [int(block)])
+        if len(plan.renamed_src_block_ids):
+            self._rename(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
 
     def _hold(self, row: int, blocks: list[int]) -> None:
         assert not self._is_held[blocks].any(), "a block has two owners"
         self._is_held[blocks] = True
         self._tables.setdefault(row, []).extend(blocks)
+
+    def _rename(self, sources: Int32Array, targets: Int32Array) -> None:
+        self._is_held[sources] = False
+        assert not self._is_held[targets].any(), "a block is renamed to one that is held"
+        self._is_held[targets] = True
+        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        for table in self._tables.values():
+            table[:] = [moved.get(block, block) for block in table]
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
         decoding = np.flatnonzero(self._is_decoding)
