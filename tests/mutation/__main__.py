@@ -30,13 +30,13 @@ TESTS = (
 def candidates(names: Sequence[str] = ()) -> list[Mutant]:
     """Return all mutants of the named files, or of all, but those known to be no faults."""
     listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())
-    equivalent = {(each["file"], each["old"], each["new"]) for each in listed["mutant"]}
+    equivalent = {(m["file"], m["function"], m["old"], m["new"]) for m in listed["mutant"]}
     return [
         mutant
         for file in sorted((ROOT / CORE).glob("*.py"))
         if (file.stem in names if names else file.stem not in NOT_BLOCK_SPACE)
         for mutant in mutants_of(CORE / file.name, file.read_text())
-        if (file.name, mutant.removed, mutant.added) not in equivalent
+        if (file.name, mutant.function, mutant.removed, mutant.added) not in equivalent
     ]
 
 

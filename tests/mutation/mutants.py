@@ -38,18 +38,20 @@ class Mutant:
 
     path: Path
     """Below the root of the tree."""
+    function: str
+    """The one it is in; empty if none."""
     before: str
     after: str
 
     @property
     def removed(self) -> str:
         """The lines that the edit changes, as they were, in one."""
-        return self._lines("- ")
+        return _lines_not_in(self.before, self.after)
 
     @property
     def added(self) -> str:
         """The same lines as they are now."""
-        return self._lines("+ ")
+        return _lines_not_in(self.after, self.before)
 
     def diff(self) -> str:
         """Return the edit for a person."""
@@ -57,9 +59,16 @@ class Mutant:
         texts = self.before.splitlines(), self.after.splitlines()
         return "\n".join(difflib.unified_diff(*texts, name, name, n=2, lineterm=""))
 
-    def _lines(self, sign: str) -> str:
-        lines = difflib.ndiff(self.before.splitlines(), self.after.splitlines())
-        return " ".join(line[2:].strip() for line in lines if line.startswith(sign))
+
+def _lines_not_in(text: str, other: str) -> str:
+    """Return the lines of `text` from the first to the last that differ from those of `other`."""
+    lines, others = text.splitlines(), other.splitlines()
+    while lines and others and lines[-1] == others[-1]:
+        lines.pop()
+        others.pop()
+    is_same = [line == there for line, there in zip(lines, others, strict=False)]
+    first = is_same.index(False) if False in is_same else len(is_same)
+    return " ".join(line.strip() for line in lines[first:])
 
 
 def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
@@ -68,29 +77,29 @@ def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node, new in _edits(ast.parse(source), in_constructor=False):
+    for node, new, function in _edits(ast.parse(source), ""):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        yield Mutant(path, source, (text[:start] + new.encode() + text[end:]).decode())
+        yield Mutant(path, function, source, (text[:start] + new.encode() + text[end:]).decode())
 
 
-def _edits(node: ast.AST, *, in_constructor: bool) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Yield parts of a tree, and the text that each is to be replaced with."""
+def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
+    """Yield parts of a tree, the text that each is to be replaced with, and their function."""
     if isinstance(node, ast.FunctionDef):
-        in_constructor = node.name == "__init__"
-    if isinstance(node, ast.stmt) and not in_constructor and _can_go(node):
-        yield node, "pass"
+        function = node.name
+    if isinstance(node, ast.stmt) and function != "__init__" and _can_go(node):
+        yield node, "pass", function
     if isinstance(node, ast.If | ast.While):
-        yield node.test, f"(not ({ast.unparse(node.test)}))"
+        yield node.test, f"(not ({ast.unparse(node.test)}))", function
     if isinstance(node, _NO_TARGETS):
         return
     if isinstance(node, ast.expr):
-        yield from ((node, f"({ast.unparse(new)})") for new in _variants(node))
+        yield from ((node, f"({ast.unparse(new)})", function) for new in _variants(node))
     for name, value in ast.iter_fields(node):
         if name not in ("annotation", "returns", "decorator_list", "bases"):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _edits(child, in_constructor=in_constructor)
+                    yield from _edits(child, function)
 
 
 def _can_go(node: ast.stmt) -> bool:

@@ -76,6 +76,7 @@ def test_what_is_listed_as_no_fault_is_not_drawn(monkeypatch):
     drawn = candidates()
     assert len(drawn) > 500
     one = drawn[0]
-    entry = {"file": one.path.name, "old": one.removed, "new": one.added}
+    names = {"file": one.path.name, "function": one.function}
+    entry = names | {"old": one.removed, "new": one.added}
     monkeypatch.setattr(tomllib, "loads", lambda _: {"mutant": [entry]})
     assert one not in candidates()

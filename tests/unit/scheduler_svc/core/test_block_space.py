@@ -59,6 +59,8 @@ def test_cached_tokens_are_counted_in_all_tiers(pair):
     assert pair.core._lookup.num_cached_tokens(request) == 8
     pair.run_alone(20, [1] * 5)  # now the first block is in both
     assert pair.core._lookup.num_cached_tokens(request) == 8
+    without = make_core(enable_prefix_caching=False)
+    assert without._lookup.num_cached_tokens(request) == 0
 
 
 def test_blocks_keep_their_order_when_a_later_one_is_on_its_way_for_another(pair):
