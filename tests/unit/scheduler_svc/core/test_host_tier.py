@@ -87,9 +87,12 @@ def test_what_the_device_still_has_of_a_swapped_sequence_is_not_swapped_in():
     assert core.load().num_recomputed_tokens == 0
 
 
-def test_recompute_gives_the_host_nothing():
+def test_recompute_gives_the_host_nothing_however_fast_it_is():
     core, plan = make_preempted(
-        preemption_mode=PreemptionMode.RECOMPUTE, enable_prefix_caching=False
+        preemption_mode=PreemptionMode.RECOMPUTE,
+        enable_prefix_caching=False,
+        swap_bytes_per_s=1e9,
+        prefill_tokens_per_s=1.0,
     )
     assert not outs(plan)
     finish_row_0(core, plan)
