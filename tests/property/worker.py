@@ -88,14 +88,17 @@ class FakeWorker:
             self.rows[new.row] = Row(new, salt, tokens, blocks, new.num_computed_tokens)
         for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
             self.rows[r].blocks.append(block)
-        self._rename(dict(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)))
+        self._rename(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
 
-    def _rename(self, src_to_dst: Mapping[int, int]) -> None:
+    def _rename(self, pairs: list[tuple[int, int]]) -> None:
         """Let every table follow blocks to their new places, which no other block has."""
+        src_to_dst = dict(pairs)
+        assert len(src_to_dst) == len(pairs), "a block is renamed twice"
         for row in self.rows.values():
             taken = [b for b in row.blocks if b in src_to_dst.values() and b not in src_to_dst]
             assert not taken, "a block is renamed to one that a table names"
             row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
+            assert all(0 <= block < self.config.num_blocks for block in row.blocks)
 
     def _work(self, plan: StepPlan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
@@ -112,6 +115,7 @@ class FakeWorker:
     # --- blocks ---------------------------------------------------------------------------------
 
     def _block(self, block: int) -> slice:
+        assert 0 <= block < self.config.num_blocks
         size = self.config.block_size
         return slice(block * size, (block + 1) * size)
 
