@@ -26,13 +26,13 @@ its limit wins nothing. JSON has the numbers of `chat`, and those of `long` as `
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import exp
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from kv_simulation import Engine, Job, PagedEngine, Replay, ReservingEngine, replay
+from kv_simulation import Engine, Job, PagedEngine, ReservingEngine, replay
 
 from sim_worker.time_model import TimeModel
 
@@ -88,36 +88,60 @@ SCENARIOS: dict[str, tuple[Limits, tuple[int, ...]]] = {
 """How limits are drawn, and the clients of each model."""
 
 
+KINDS: dict[str, Callable[[Iterator[Job], int, int], Engine]] = {
+    "paged": PagedEngine,
+    "contiguous": ReservingEngine,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One replay."""
+    """A replay, or the means of several."""
 
-    replay: Replay
-    refused: float
-    """Share of the requests that could not start at some time although enough was free."""
+    concurrency: float
+    """Requests that run, mean over time."""
+    throughput: float
+    """Output tokens per second."""
     no_room: float
-    """Share that waited, or was preempted, because too little was free."""
+    """Shares of the requests whose turn came: see above."""
+    refused: float
+    fragmentation: float
 
 
-def play(
-    make: Callable[[Iterator[Job], int, int], Engine],
-    scenario: str,
-    lengths: Lengths,
-    seed: int,
-    measured_s: float,
-) -> Outcome:
+def play(kind: str, scenario: str, lengths: Lengths, seed: int, measured_s: float) -> Outcome:
     """Replay a scenario; it runs for half as long before it is measured."""
     limits, clients = SCENARIOS[scenario]
     num_slots = NUM_SLOTS // len(clients)
     engines = [
-        make(lengths.jobs(limits, 100 * seed + model), count, num_slots)
+        KINDS[kind](lengths.jobs(limits, 100 * seed + model), count, num_slots)
         for model, count in enumerate(clients)
     ]
     result = replay(engines, MODEL, measured_s / 2, measured_s)
     num_tried = sum(len(each.started | each.no_room | each.no_run) for each in engines)
-    refused = sum(len(engine.no_run) for engine in engines) / num_tried
-    no_room = sum(len(engine.no_room) for engine in engines) / num_tried
-    return Outcome(result, refused, no_room)
+    return Outcome(
+        concurrency=result.num_running,
+        throughput=result.tokens_per_s,
+        no_room=sum(len(each.no_room) for each in engines) / num_tried,
+        refused=sum(len(each.no_run) for each in engines) / num_tried,
+        fragmentation=result.fragmentation,
+    )
+
+
+def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Average each number."""
+    return Outcome(*(mean(values) for values in zip(*map(astuple, outcomes), strict=True)))
+
+
+def metrics(outcomes: dict[str, Outcome]) -> dict[str, float]:
+    """As one flat object: names to numbers."""
+    paged, contiguous = outcomes["paged"], outcomes["contiguous"]
+    values = {
+        "concurrency_ratio": paged.concurrency / contiguous.concurrency,
+        "throughput_ratio": paged.throughput / contiguous.throughput,
+    }
+    for name in ("refused", "no_room", "fragmentation"):
+        values |= {f"{name}_{kind}": getattr(each, name) for kind, each in outcomes.items()}
+    return values
 
 
 def main() -> None:
@@ -130,54 +154,27 @@ def main() -> None:
 
     print(__doc__[: __doc__.index("    python bench")])
     print(f"Memory: {KV_BYTES / 1e9:.0f} GB, {NUM_SLOTS:,} tokens of {KV_BYTES_PER_TOKEN:,} bytes.")
-    print(
-        f"Measured: {measured_s} s of the device's time, {seeds} times, each with other requests.\n"
-    )
+    print(f"Measured: {measured_s} s of the device's time, {seeds} x, each with other requests.\n")
     print(f"{'':24}{'running':>9}{'output':>10}{'no room':>9}{'no run':>8}{'fragmen-':>10}")
     print(f"{'':24}{'':>9}{'tokens/s':>10}{'':>9}{'':>8}{'tation':>10}")
     results: dict[str, float] = {}
     for scenario in SCENARIOS:
         for name, lengths in LENGTHS.items():
-            pairs = [
-                (
-                    play(PagedEngine, scenario, lengths, seed, measured_s),
-                    play(ReservingEngine, scenario, lengths, seed, measured_s),
-                )
-                for seed in range(seeds)
-            ]
-            for kind, outcomes in zip(
-                ("paged", "contiguous"), zip(*pairs, strict=True), strict=True
-            ):
-                print(f"{scenario}  {name:6}{kind:15}", end="")
-                print(f"{mean(each.replay.num_running for each in outcomes):9.0f}", end="")
-                print(f"{mean(each.replay.tokens_per_s for each in outcomes):10.0f}", end="")
-                print(f"{mean(each.no_room for each in outcomes):9.1%}", end="")
-                print(f"{mean(each.refused for each in outcomes):8.1%}", end="")
-                print(f"{mean(each.replay.fragmentation for each in outcomes):10.2f}")
-            numbers = metrics(pairs)
+            outcomes: dict[str, Outcome] = {}
+            for kind in KINDS:
+                drawn = [play(kind, scenario, lengths, seed, measured_s) for seed in range(seeds)]
+                outcomes[kind] = each = mean_of(drawn)
+                print(f"{scenario}  {name:6}{kind:15}{each.concurrency:9.0f}", end="")
+                print(f"{each.throughput:10.0f}{each.no_room:9.1%}{each.refused:8.1%}", end="")
+                print(f"{each.fragmentation:10.2f}", flush=True)
             suffix = f"_{scenario}" if name == "chat" else f"_{scenario}_{name}"
+            numbers = metrics(outcomes)
             results |= {key + suffix: value for key, value in numbers.items()}
-            print(
-                f"{'':9}paged / contiguous: concurrency {numbers['concurrency_ratio']:.1f}", end=""
-            )
-            print(f", throughput {numbers['throughput_ratio']:.1f}")
+            print(f"{'':9}paged / contiguous:", end=" ")
+            print(f"concurrency {numbers['concurrency_ratio']:.1f}", end=", ")
+            print(f"throughput {numbers['throughput_ratio']:.1f}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def metrics(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, float]:
-    """Means over pairs of paged and contiguous; names to numbers."""
-    values = {
-        "concurrency_ratio": [p.replay.num_running / c.replay.num_running for p, c in pairs],
-        "throughput_ratio": [p.replay.tokens_per_s / c.replay.tokens_per_s for p, c in pairs],
-        "refused_paged": [p.refused for p, _ in pairs],
-        "refused_contiguous": [c.refused for _, c in pairs],
-        "no_room_paged": [p.no_room for p, _ in pairs],
-        "no_room_contiguous": [c.no_room for _, c in pairs],
-        "fragmentation_paged": [p.replay.fragmentation for p, _ in pairs],
-        "fragmentation_contiguous": [c.replay.fragmentation for _, c in pairs],
-    }
-    return {name: mean(each) for name, each in values.items()}
 
 
 if __name__ == "__main__":
