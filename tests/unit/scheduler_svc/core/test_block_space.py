@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from core_driver import make_core, submit
 
+from scheduler_svc.core.block_hash import BlockHash
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepOutcome, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -52,6 +54,40 @@ def test_a_result_when_nothing_is_in_flight_is_a_bug():
     outcome = StepOutcome(1, ints([]), ints([]), ints([]), ints([]))
     with pytest.raises(BrokenInvariantError, match=r"result of step 1; in flight: \[\]"):
         make_core().update(outcome)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda pool: pool.allocate(3), r"allocate\(3\) with 2 free blocks"),
+        (lambda pool: pool.share([1]), "share of blank block 1"),
+        (lambda pool: pool.drop([0, 1]), "drop of free block 1"),
+    ],
+)
+def test_misuse_of_a_pool_is_a_bug(misuse, message):
+    pool = BlockPool(3, DeviceBlockId)
+    assert pool.allocate(1) == [0]
+    assert pool.allocate(2) == [1, 2]
+    pool.drop([1, 2])
+    with pytest.raises(BrokenInvariantError, match=message):
+        misuse(pool)
+
+
+def test_all_of_a_pool_can_be_taken():
+    pool = BlockPool(3, DeviceBlockId)
+    (first,) = pool.allocate(1)
+    pool.publish(first, BlockHash(b"1"))
+    pool.drop([first])
+    assert sorted(pool.allocate(pool.num_free)) == [0, 1, 2]
+
+
+def test_what_is_forgotten_is_blank():
+    pool = BlockPool(1, DeviceBlockId)
+    pool.publish(*pool.allocate(1), BlockHash(b"1"))
+    pool.drop([0])
+    assert (pool.num_cached, pool.num_blank, pool.find([b"1"])) == (1, 0, [0])
+    pool.forget([0])
+    assert (pool.num_cached, pool.num_blank, pool.find([b"1"])) == (0, 1, [])
 
 
 def test_cached_tokens_are_counted_in_all_tiers(pair):
