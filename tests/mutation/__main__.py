@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--goal", type=float, default=95.0, help="percent that must not survive")
     options = parser.parse_args()
-    mutants = candidates(options.files)
+    if not (mutants := candidates(options.files)):
+        parser.error(f"there is nothing to change in {', '.join(options.files)}")
     drawn = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
     verdicts: Counter[Verdict] = Counter()
     with tempfile.TemporaryDirectory() as copy:
@@ -57,11 +58,11 @@ def main() -> int:
         for mutant in drawn:
             verdict = trial.judge(mutant)
             verdicts[verdict] += 1
-            if verdict is Verdict.SURVIVED:
-                print(f"\nsurvived:\n{mutant.diff()}", flush=True)
+            survived = verdict is Verdict.SURVIVED
+            print(f"\n\nsurvived:\n{mutant.diff()}\n" if survived else ".", end="", flush=True)
     share = 100 * (1 - verdicts[Verdict.SURVIVED] / verdicts.total())
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict)
-    print(f"\n{counts}: {share:.1f} % seen (goal {options.goal:g} %)")
+    print(f"\n\n{counts}: {share:.1f} % seen (goal {options.goal:g} %)")
     return 0 if share >= options.goal else 1
 
 
