@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from core_driver import make_core, submit
+from core_driver import answer, make_core, new, schedule, submit
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
@@ -109,6 +109,15 @@ def test_blocks_keep_their_order_when_a_later_one_is_on_its_way_for_another(pair
     submit(pair.core, 21, [1] * 9)
     pair.run()
     assert pair.core.load().num_promoted_blocks == 4
+
+
+def test_generated_tokens_are_found_while_their_sequence_runs():
+    core = make_core()
+    submit(core, 0, [1, 2, 3, 4], max_tokens=12)
+    for _ in range(6):
+        answer(core, schedule(core), 0)  # with 7
+    submit(core, 1, [1, 2, 3, 4, 7, 7, 7, 7, 9])
+    assert [num_computed for _, num_computed, _ in new(schedule(core))] == [8]
 
 
 def test_a_source_whose_last_sequence_has_ended_is_forgotten(pair):
