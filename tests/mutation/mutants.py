@@ -29,7 +29,7 @@ _FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
 _RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _TRANSPARENT = {"reversed", "sorted"}
 _NO_TARGETS = ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom
-"""Tests of the code, texts for people, and what fails as soon as it is imported."""
+"""Tests of the code, as `strict=` is, texts for people, and what fails when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, 
         yield node, "pass", function
     if isinstance(node, ast.If | ast.While):
         yield node.test, f"(not ({ast.unparse(node.test)}))", function
-    if isinstance(node, _NO_TARGETS):
+    if isinstance(node, _NO_TARGETS) or (isinstance(node, ast.keyword) and node.arg == "strict"):
         return
     if isinstance(node, ast.expr):
         yield from ((node, f"({ast.unparse(new)})", function) for new in _variants(node))

@@ -40,6 +40,7 @@ def expressions(source):
         ("x = y[1:]", ["x = (y[:])", "x = y[(2):]"]),
         ("x = [y for y in z if y]", ["x = ([y for y in z])"]),
         ("x = reversed(q.popleft())", ["x = (q.popleft())", "x = reversed((q.pop()))"]),
+        ("x = zip(a, strict=True)", []),
         ("self.x = True", ["pass", "self.x = (False)"]),
         ("if a: raise E('ü' + 'b')", ["if (not (a)): raise E('ü' + 'b')", "if a: pass"]),
         ("é: int = 1 + 'ü'", ["é: int = (1 - 'ü')", "é: int = (2) + 'ü'"]),
