@@ -32,7 +32,9 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from kv_simulation import Engine, Job, PagedEngine, ReservingEngine, replay
+from kv_simulation import Engine, Job, replay
+from paged_engine import PagedEngine
+from reserving_engine import ReservingEngine
 
 from sim_worker.time_model import TimeModel
 

@@ -38,7 +38,9 @@ def test_first_fit_is_as_a_search_slot_by_slot(seed):
 
 
 def test_paging_has_room_for_what_is_there_and_a_reservation_for_what_may_come():
-    from kv_simulation import Job, PagedEngine, ReservingEngine, replay  # noqa: PLC0415
+    from kv_simulation import Job, replay  # noqa: PLC0415
+    from paged_engine import PagedEngine  # noqa: PLC0415
+    from reserving_engine import ReservingEngine  # noqa: PLC0415
 
     jobs = Job(prompt_len=15, max_len=256, output_len=16)  # ends in its second block
     paged, reserving = PagedEngine(repeat(jobs), 8, 512), ReservingEngine(repeat(jobs), 8, 512)
@@ -50,7 +52,8 @@ def test_paging_has_room_for_what_is_there_and_a_reservation_for_what_may_come()
 
 
 def test_a_reservation_needs_a_run():
-    from kv_simulation import Job, ReservingEngine  # noqa: PLC0415
+    from kv_simulation import Job  # noqa: PLC0415
+    from reserving_engine import ReservingEngine  # noqa: PLC0415
 
     short, long = Job(1, 10, 2), Job(1, 10, 9)
     big = Job(1, 20, 2)
@@ -63,7 +66,8 @@ def test_a_reservation_needs_a_run():
 
 
 def test_blocks_that_are_preempted_are_seen():
-    from kv_simulation import Job, PagedEngine, replay  # noqa: PLC0415
+    from kv_simulation import Job, replay  # noqa: PLC0415
+    from paged_engine import PagedEngine  # noqa: PLC0415
 
     engine = PagedEngine(repeat(Job(16, 128, 100)), 4, 192)
     result = replay([engine], ONE_SECOND, 0, 500)
