@@ -1,4 +1,4 @@
-"""Quire's scheduler core with a worker that only counts, and checks that no block has two owners."""
+"""The scheduler core with a worker that only counts, and checks that no block has two owners."""
 
 from collections import deque
 from collections.abc import Iterator
