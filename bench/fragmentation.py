@@ -18,7 +18,8 @@ its limit wins nothing. JSON has the numbers of `chat`, and those of `long` as `
     no room    share of the requests that had to wait when their turn came, or were preempted,
                because too little was free
     no run     share that had to wait although enough was free: it was not in one run
-    fragmentation    1 - longest free run / free, mean over time; nothing paged needs a run
+    fragmentation    1 - longest free run / free, mean over time; nothing paged needs a run.
+               `defragmented` looks each second, moves blocks from 0.2 on, and counts no time for it
 
     python bench/fragmentation.py [--quick] [--json FILE]
 """
@@ -27,6 +28,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from math import exp
 from pathlib import Path
 from statistics import mean
@@ -92,6 +94,7 @@ SCENARIOS: dict[str, tuple[Limits, tuple[int, ...]]] = {
 
 KINDS: dict[str, Callable[[Iterator[Job], int, int], Engine]] = {
     "paged": PagedEngine,
+    "defragmented": partial(PagedEngine, defragments=True),
     "contiguous": ReservingEngine,
 }
 

@@ -17,7 +17,14 @@ BLOCK_SIZE = 16
 class PagedEngine:
     """One step is in flight; nothing is found in the prefix cache."""
 
-    def __init__(self, jobs: Iterator[Job], num_clients: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        jobs: Iterator[Job],
+        num_clients: int,
+        num_slots: int,
+        *,
+        defragments: bool = False,
+    ) -> None:
         self.started: set[int] = set()
         self.no_room: set[int] = set()
         self.no_run: set[int] = set()
@@ -32,6 +39,8 @@ class PagedEngine:
                 max_waiting=num_clients,
                 enable_prefix_caching=False,
                 long_prefill_threshold=0,
+                defragment_interval_s=1.0,
+                defragment_threshold=0.2 if defragments else 1.0,
             )
         )
         self._jobs: list[Job] = []
