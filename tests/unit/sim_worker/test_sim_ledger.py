@@ -280,17 +280,17 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
     assert (await steps.submit(1, first_step())).sampled_rows.tolist() == [0]
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 9])
+@pytest.mark.parametrize(("num_host_blocks", "num_disk_blocks"), [(0, 0), (9, 0), (4, 9)])
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks):
+async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks, num_disk_blocks):
     """Tiny pools, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
     dice = random.Random(seed)
-    limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks)
+    limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks, num_disk_blocks)
     steps = make_steps(limits, mean_output_len=6)
     await steps.attach(0)
     moving = {"defragment_interval_s": 3.0, "defragment_threshold": 0.0}
     config = SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0, **moving)
-    config = replace(config, num_host_blocks=num_host_blocks)
+    config = replace(config, num_host_blocks=num_host_blocks, num_disk_blocks=num_disk_blocks)
     core = Scheduler(replace(config, preemption_mode=PreemptionMode.SWAP))
     in_flight = deque()
     submitted = ended = 0
@@ -316,6 +316,9 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
     assert core.load().num_moved_blocks > 50
     if num_host_blocks:
         assert core.load().num_swapped_in_blocks > core.load().num_promoted_blocks > 0
+    if num_disk_blocks:
+        assert core.load().num_stored_blocks > core.load().num_loaded_blocks > 0
+        assert core.load().num_failed_disk_moves == 0
 
 
 def as_input(plan):
