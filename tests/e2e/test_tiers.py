@@ -123,12 +123,12 @@ def with_disk(
     run_dir: Callable[[], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:
-    """A tenth on the device, a tenth on the host, and a disk that has room for all."""
+    """A tenth on the device, a fortieth on the host, and a disk that has room for all."""
     model = model_dirs.get("qwen3")
     config = open_model(model).config
     block_gb = block_bytes(config, BLOCK_SIZE, torch.float32) / 1024**3
     worker = [*ALL_AT_ONCE, f"--num-blocks={num_blocks}", "--kv-checksum"]
-    worker += [f"--host-kv-memory-gb={num_blocks * block_gb}"]
+    worker += [f"--host-kv-memory-gb={num_blocks // 4 * block_gb}"]
     worker += [f"--disk-kv-memory-gb={2000 * block_gb}", f"--disk-kv-codec={request.param}"]
     worker += [f"--disk-kv-dir={tmp_path_factory.mktemp('disk')}"]
     with Service(run_dir(), model, worker=worker) as service:
@@ -146,6 +146,17 @@ async def test_by_swap_to_the_disk(with_disk, prompts, expected):
     worker_metrics = await asyncio.to_thread(with_disk.metrics, with_disk.worker)
     stored = worker_metrics["quire_worker_disk_bytes_total"]
     assert stored > 0
+
+
+async def test_by_swap_to_the_disk_without_prefix_cache(with_disk, prompts, expected):
+    """What is stored is what swapped sequences spill, and all of it comes back."""
+    flags = ["--preemption-mode=swap", "--no-enable-prefix-caching"]
+    outputs, metrics = await run(with_disk, prompts, *flags)
+    assert outputs == expected
+    assert metrics["quire_recomputed_tokens_total"] == 0
+    spilled = metrics["quire_kv_spilled_blocks_total"]
+    assert metrics["quire_kv_stored_blocks_total"] == spilled > 0
+    assert metrics["quire_kv_loaded_blocks_total"] == spilled
 
 
 async def test_by_cost_with_the_disk(with_disk, prompts, expected):
