@@ -143,6 +143,11 @@ class Executor:
         if self._disk_pool is not None:
             self._disk_pool.close()
 
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The host tier; None: there is none."""
+        return self._host_pool
+
     def step(self, step: StepInput) -> StepOutput:
         """Launch a step and collect it."""
         return self.collect(self.launch(step))

@@ -120,6 +120,22 @@ class HostPool:
         """Take int32[N] host blocks for good that somebody else has written."""
         self._remember(blocks)
 
+    def read(self, block_ids: Int32Array) -> bytes | None:
+        """Return what int32[N] host blocks hold; None: one has changed since it was written."""
+        self.synchronize()
+        if self._checksums is not None:
+            for block in block_ids.tolist():
+                if self._checksums.get(block) != self._checksum(block):
+                    return None
+        return self._host_blocks.numpy()[block_ids].tobytes()
+
+    def write(self, block_ids: Int32Array, content: bytes) -> None:
+        """Fill int32[N] host blocks, each once, with contents that `read` returned."""
+        self.synchronize()
+        blocks = self._host_blocks.numpy()
+        blocks[block_ids] = np.frombuffer(content, np.uint8).reshape(len(block_ids), -1)
+        self._remember(block_ids)
+
     def synchronize(self) -> None:
         """Wait until all copies are done."""
         if self._streams is not None:

@@ -93,6 +93,8 @@ def load(
         structured_output=structured is not None,
         disk_bytes_per_s=disk_bytes_per_s,
         dtype=str(dtype).removeprefix("torch."),
+        host_block_bytes=tiers.host_pool.blocks.shape[1] if tiers.host_pool is not None else 0,
+        host_codec=str(settings.host_codec),
     )
     _log.info(
         "loaded",

@@ -8,9 +8,12 @@ from typing import Any, Protocol
 import grpc.aio
 import structlog
 
+from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.result_stream import ResultStream
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.wire import (
+    host_blocks_to_pull,
+    host_blocks_to_read,
     step_input_from_proto,
     step_output_to_proto,
     worker_info_to_proto,
@@ -21,6 +24,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc import timeline
 from rpc.errors import (
     AlreadyExistsError,
+    FailedPreconditionError,
     InvalidArgumentError,
     QuireError,
     StaleEpochError,
@@ -55,7 +59,7 @@ class _Execution:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Steps(Protocol):
+class Steps(HostBlocks, Protocol):
     """What runs the steps: `step_loop.StepLoop`, named here by what the server does with it.
 
     The server is up before torch is imported, which that one does.
@@ -160,6 +164,39 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         state = WorkerState(attachment.epoch, attachment.done_step_id, steps.num_rows_used)
         return worker_state_to_proto(info, state)
 
+    async def ReadKv(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Stream the contents of host blocks."""
+        info, steps = self._loaded()
+        attachment = self._attachment_of(request.epoch)
+        if request.kv_format != info.kv_format:
+            raise FailedPreconditionError(
+                f"KV is wanted as {request.kv_format}; this worker has {info.kv_format}"
+            )
+        block_ids = host_blocks_to_read(request, info.limits)
+        async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
+            self._require_newest(attachment)
+            await context.write(piece)
+
+    async def PullKv(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.PullKvRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PullKvResponse:
+        """Fetch contents of another worker's host blocks."""
+        del context
+        info, steps = self._loaded()
+        attachment = self._attachment_of(request.epoch)
+        sources, block_ids = host_blocks_to_pull(request, info.limits)
+        await pull_kv(
+            steps,
+            request.source_target,
+            read_request(request.epoch, sources, info.kv_format),
+            block_ids,
+            info.host_block_bytes or info.block_bytes,
+            check=lambda: self._require_newest(attachment),
+        )
+        return worker_pb2.PullKvResponse()
+
     async def _read(
         self, batches: AsyncIterator[worker_pb2.StepBatch], execution: _Execution
     ) -> None:
@@ -178,15 +215,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> "asyncio.Future[StepOutput]":
         """Check a batch and give it to what runs it."""
         info, steps = self._loaded()
-        newest = self._attachment
-        if newest is None:
-            raise InvalidArgumentError("epoch", f"is {batch.epoch}, which has not attached")
-        if batch.epoch < newest.epoch:
-            raise _stale(batch.epoch, newest.epoch)
-        if batch.epoch > newest.epoch:
-            raise InvalidArgumentError(
-                "epoch", f"is {batch.epoch}, which has not attached; {newest.epoch} has"
-            )
+        newest = self._attachment_of(batch.epoch)
         if execution.attachment is None:
             if newest.has_stream:
                 raise AlreadyExistsError(
@@ -203,6 +232,25 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         with timeline.span("decode the batch"):
             step = step_input_from_proto(batch, info.limits)
         return steps.submit(newest.number, step)
+
+    def _attachment_of(self, epoch: int) -> _Attachment:
+        """Return the newest attachment, which must be of `epoch`."""
+        newest = self._attachment
+        if newest is None:
+            raise InvalidArgumentError("epoch", f"is {epoch}, which has not attached")
+        if epoch < newest.epoch:
+            raise _stale(epoch, newest.epoch)
+        if epoch > newest.epoch:
+            raise InvalidArgumentError(
+                "epoch", f"is {epoch}, which has not attached; {newest.epoch} has"
+            )
+        return newest
+
+    def _require_newest(self, attachment: _Attachment) -> None:
+        """Refuse to go on for an attachment whose blocks are another's by now."""
+        if self._attachment is not attachment:
+            assert self._attachment is not None
+            raise _superseded(attachment, self._attachment.epoch)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:

@@ -12,16 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 import torch
 
 from gpu_worker import metrics
 from gpu_worker.executor import Executor, LaunchedStep
-from gpu_worker.step import StepInput, StepOutput
+from gpu_worker.host_pool import HostPool
+from gpu_worker.step import Int32Array, StepInput, StepOutput
 from rpc import timeline
-from rpc.errors import UnavailableError
+from rpc.errors import UnavailableError, UnimplementedError
 
 _POLL_S = 0.0002
 """How often a GPU's progress is looked at while no step waits."""
@@ -48,11 +49,17 @@ class _Step:
     result: "asyncio.Future[StepOutput]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[[Executor], Any]
+    result: "asyncio.Future[Any]"
+
+
 class _Stop:
     pass
 
 
-_Job: TypeAlias = _Attach | _Step | _Stop
+_Job: TypeAlias = _Attach | _Step | _Call | _Stop
 
 
 class StepLoop:
@@ -89,6 +96,14 @@ class StepLoop:
         result: asyncio.Future[StepOutput] = self._event_loop.create_future()
         self._jobs.put(_Step(attachment, step, result))
         return result
+
+    async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
+        """See `kv_exchange.HostBlocks`."""
+        return await self._call_executor(lambda executor: _read(executor, block_ids))
+
+    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+        """See `kv_exchange.HostBlocks`."""
+        await self._call_executor(lambda executor: _write(executor, block_ids, content))
 
     async def stop(self) -> None:
         """End the thread; steps that have no result yet get none.
@@ -143,6 +158,8 @@ class StepLoop:
                         self._collect()
                 case _Attach():
                     self._reset(job)
+                case _Call():
+                    self._do(job)
                 case _Stop():
                     self._executor.close()
                     return
@@ -156,7 +173,7 @@ class StepLoop:
             match job:
                 case _Attach():
                     self._tell(job.done, error)
-                case _Step():
+                case _Step() | _Call():
                     self._tell(job.result, error)
 
     def _next_job(self) -> _Job | None:
@@ -214,6 +231,19 @@ class StepLoop:
         self._attachment = job.attachment
         self._tell(job.done, None)
 
+    async def _call_executor(self, function: Callable[[Executor], _T]) -> _T:
+        """Call a function on the executor's thread, after the steps and calls before."""
+        result: asyncio.Future[_T] = self._event_loop.create_future()
+        self._jobs.put(_Call(function, result))
+        return await result
+
+    def _do(self, job: _Call) -> None:
+        try:
+            self._tell(job.result, job.function(self._executor))
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            self._tell(job.result, error)
+            self._note_device_failure(error)
+
     def _fail(self, job: _Step, error: Exception) -> None:
         _log.error("step failed", step_id=job.step.step_id, exc_info=error)
         self._attachment = None
@@ -235,6 +265,23 @@ class StepLoop:
     def _call(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # it is closed, and this thread was left behind
             self._event_loop.call_soon_threadsafe(callback)
+
+
+def _read(executor: Executor, block_ids: Int32Array) -> bytes:
+    content = _host_pool(executor).read(block_ids)
+    if content is None:
+        raise UnavailableError("a host block has changed since it was swapped out")
+    return content
+
+
+def _write(executor: Executor, block_ids: Int32Array, content: bytes) -> None:
+    _host_pool(executor).write(block_ids, content)
+
+
+def _host_pool(executor: Executor) -> HostPool:
+    if executor.host_pool is None:
+        raise UnimplementedError("this worker has no host blocks (--host-kv-memory-gb)")
+    return executor.host_pool
 
 
 def _is_done(launched: LaunchedStep) -> bool:

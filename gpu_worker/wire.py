@@ -241,6 +241,30 @@ def _token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     )
 
 
+def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> Int32Array:
+    """Take int32[N] host blocks of this worker.
+
+    Raises:
+        InvalidArgumentError: There is no such block.
+    """
+    return _blocks(message.host_block_ids, "host_block_ids", limits.num_host_blocks)
+
+
+def host_blocks_to_pull(
+    message: worker_pb2.PullKvRequest, limits: Limits
+) -> tuple[Int32Array, Int32Array]:
+    """Take int32[N] host blocks of another worker, and as many distinct ones of this.
+
+    Raises:
+        InvalidArgumentError: This one has no such block, or the two do not fit together.
+    """
+    sources = unpack_int32(message.source_host_block_ids, "source_host_block_ids")
+    targets = _blocks(message.host_block_ids, "host_block_ids", limits.num_host_blocks)
+    _require_parallel("host_block_ids", targets, "source_host_block_ids", sources)
+    _require_distinct("host_block_ids", targets)
+    return sources, targets
+
+
 def _rows(packed: bytes, field: str, limits: Limits) -> Int32Array:
     """Distinct rows."""
     rows = unpack_int32(packed, field)

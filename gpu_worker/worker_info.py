@@ -31,6 +31,17 @@ class WorkerInfo:
     structured_output: bool = False
     """Whether outputs can be made to have a form."""
 
+    host_block_bytes: int = 0
+    """Of one block in the host, as its codec makes it; 0: as on the device."""
+    host_codec: str = "none"
+    """How the host holds blocks."""
+
+    @property
+    def kv_format(self) -> str:
+        """What host blocks hold, as far as two workers of one model may differ."""
+        size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
+        return f"{self.dtype}, codec {self.host_codec}, {size}"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:

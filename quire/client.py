@@ -20,7 +20,8 @@ from typing import Self, Unpack, cast
 import grpc
 import grpc.aio
 
-from quire import wire
+from quire import kv_wire, wire
+from quire.kv_types import WorkerKv
 from quire.types import (
     ChatMessage,
     Completion,
@@ -61,6 +62,7 @@ __all__ = [
     "SamplingParams",
     "TokenLogprob",
     "Usage",
+    "WorkerKv",
 ]
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -179,6 +181,35 @@ class Client:
         with _quire_errors():
             return wire.models_from_proto(self._stub.ListModels(request, timeout=timeout_s))
 
+    def describe_kv(
+        self,
+        *,
+        worker: str = "",
+        first_seq_id: int = 0,
+        max_sequences: int | None = None,
+        first_block: int = 0,
+        max_blocks: int | None = None,
+        ref_counts: bool = False,
+        block_tables: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[WorkerKv, ...]:
+        """Say who holds which KV blocks; what did not fit is asked for with the answer's `next_…`.
+
+        `worker` asks for one worker only. Bounds that are None are the service's defaults.
+        """
+        request = kv_wire.describe_kv_request_to_proto(
+            worker,
+            first_seq_id,
+            max_sequences,
+            first_block,
+            max_blocks,
+            ref_counts=ref_counts,
+            block_tables=block_tables,
+        )
+        with _quire_errors():
+            response = self._stub.DescribeKv(request, timeout=timeout_s)
+        return kv_wire.workers_kv_from_proto(response)
+
     def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""
         request = inference_pb2.GetLoadRequest()
@@ -286,6 +317,35 @@ class AsyncClient:
         request = inference_pb2.ListModelsRequest()
         with _quire_errors():
             return wire.models_from_proto(await self._stub.ListModels(request, timeout=timeout_s))
+
+    async def describe_kv(
+        self,
+        *,
+        worker: str = "",
+        first_seq_id: int = 0,
+        max_sequences: int | None = None,
+        first_block: int = 0,
+        max_blocks: int | None = None,
+        ref_counts: bool = False,
+        block_tables: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[WorkerKv, ...]:
+        """Say who holds which KV blocks; what did not fit is asked for with the answer's `next_…`.
+
+        `worker` asks for one worker only. Bounds that are None are the service's defaults.
+        """
+        request = kv_wire.describe_kv_request_to_proto(
+            worker,
+            first_seq_id,
+            max_sequences,
+            first_block,
+            max_blocks,
+            ref_counts=ref_counts,
+            block_tables=block_tables,
+        )
+        with _quire_errors():
+            response = await self._stub.DescribeKv(request, timeout=timeout_s)
+        return kv_wire.workers_kv_from_proto(response)
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""

@@ -153,6 +153,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Passes on the scheduler's load."""
         return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
 
+    async def DescribeKv(  # noqa: N802
+        self, request: inference_pb2.DescribeKvRequest, _: _Context
+    ) -> inference_pb2.DescribeKvResponse:
+        """Passes on what the scheduler says of its KV blocks."""
+        workers = await self._inference.describe_kv(request.query)
+        return inference_pb2.DescribeKvResponse(workers=workers)
+
 
 def _request(message: inference_pb2.GenerateRequest, context: _Context) -> GenerateRequest:
     """Takes what the message says, and what the call says beside it."""

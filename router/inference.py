@@ -11,6 +11,7 @@ from typing import Any, Final
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
+from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
@@ -294,6 +295,10 @@ class Inference:
     async def load(self) -> Load:
         """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
         return await self._scheduler.load()
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Who holds which KV blocks, in the scheduler's words; raises what it refuses."""
+        return await self._scheduler.describe_kv(query)
 
     def _check_name(self, name: str) -> None:
         if name not in ("", self._model_name):

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
@@ -128,6 +129,22 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
         return load_from_proto(response.load)
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Asks who holds which KV blocks; what the scheduler says is passed on as it is.
+
+        Raises what it refuses, `UnavailableError` while there is none.
+        """
+        if self._outbox is None or self._stub is None:
+            raise self.unavailable()
+        try:
+            response = await self._stub.DescribeSchedulerKv(
+                scheduler_pb2.DescribeSchedulerKvRequest(query=query), timeout=_LOAD_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise status_to_error(error) from error
+        workers: Sequence[WorkerKv] = response.workers
+        return workers
 
     async def run(self) -> None:
         """Keeps the stream, through as many schedulers as it takes, until cancelled.

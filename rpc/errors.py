@@ -78,11 +78,15 @@ class DeadlineExceededError(QuireError):
     http_status = 504
 
 
-class StaleEpochError(QuireError):
-    """A newer scheduler has taken over; the caller must exit."""
+class FailedPreconditionError(QuireError):
+    """What the caller wants is not possible as things are; trying again does not help."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 412
+
+
+class StaleEpochError(FailedPreconditionError):
+    """A newer scheduler has taken over; the caller must exit."""
 
 
 class UnimplementedError(QuireError):

@@ -31,7 +31,7 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
         errors.AlreadyExistsError,
         errors.UnavailableError,
         errors.DeadlineExceededError,
-        errors.StaleEpochError,
+        errors.FailedPreconditionError,
         errors.UnimplementedError,
     )
 }

@@ -11,11 +11,13 @@ from rpc.health import Health
 from rpc.server import Addresses, serve
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.migrator import Migrator
+from scheduler_svc.placement import Placement, Placer
 from scheduler_svc.recording import Recordings
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
@@ -67,7 +69,9 @@ async def _run_scheduler(
         health=health,
         max_waiting=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
+        placer=Placer(Placement(settings.placement)),
     )
+    migrator = Migrator(fleet, metrics.migrations)
     engines = [
         Engine(
             target,
@@ -93,12 +97,16 @@ async def _run_scheduler(
     registry.register(LoadCollector(fleet.loads))
     registry.register(SpaceCollector(fleet.spaces))
     health.add_liveness("steps", fleet.describe_stall)
-    servicer = SchedulerServicer(fleet, streams, settings.epoch)
+    servicer = SchedulerServicer(fleet, streams, migrator, settings.epoch)
     reign: asyncio.Task[None] | None = None
+    rebalancing: asyncio.Task[None] | None = None
 
     async def start(addresses: Addresses) -> None:
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
-        nonlocal reign
+        nonlocal reign, rebalancing
+        if settings.rebalance and len(engines) > 1:
+            rebalancing = asyncio.create_task(migrator.rebalance(), name="rebalancing")
+            rebalancing.add_done_callback(lambda _: stop.set())
         reign = asyncio.create_task(fleet.run(engines), name="engines")
         reign.add_done_callback(lambda _: stop.set())
         if on_started is not None:
@@ -114,19 +122,22 @@ async def _run_scheduler(
             stop=stop,
         )
     finally:
-        if reign is not None:
-            reign.cancel()
-            await asyncio.wait([reign])
-    if reign is not None and not reign.cancelled():
-        await reign
+        migrator.stop()
+        tasks = [task for task in (reign, rebalancing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            await task
 
 
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Scheduler]:
+) -> AbstractContextManager[Replica]:
     config = _configure_core(settings, info)
     return (
-        nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
+        nullcontext(Replica(config)) if recordings is None else recordings.open_core(info, config)
     )
 
 

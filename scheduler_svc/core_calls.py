@@ -7,8 +7,9 @@ from zlib import crc32
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.migration import ExportId, ImportId, MovedRequest
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
-from scheduler_svc.core.request import Request, SourceId
+from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,41 @@ class Update:
     outcome: StepOutcome
 
 
-Call: TypeAlias = Submit | Cancel | CancelSource | Defragment | Schedule | Update
+@dataclass(frozen=True, slots=True)
+class BeginExport:
+    """`core.begin_export(source, first_seq_key)`."""
+
+    source: SourceId
+    first_seq_key: SeqKey
+
+
+@dataclass(frozen=True, slots=True)
+class EndExport:
+    """`core.end_export(export_id, leaves=leaves)`."""
+
+    export_id: ExportId
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeginImport:
+    """`core.begin_import(moved)`."""
+
+    moved: MovedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EndImport:
+    """`core.end_import(import_id, output_indices)`."""
+
+    import_id: ImportId
+    output_indices: tuple[int, ...]
+
+
+Move: TypeAlias = BeginExport | EndExport | BeginImport | EndImport
+"""What has to do with another core."""
+
+Call: TypeAlias = Submit | Cancel | CancelSource | Defragment | Schedule | Update | Move
 
 
 @dataclass(frozen=True, slots=True)

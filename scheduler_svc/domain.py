@@ -42,6 +42,8 @@ class WorkerInfo:
     num_disk_blocks: int = 0
     disk_bytes_per_s: float = 0.0
     """How fast blocks come from the disk; 0: not measured."""
+    dtype: str = ""
+    """Number format of its activations, and so of its KV."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

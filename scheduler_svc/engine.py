@@ -8,7 +8,7 @@ from typing import Protocol
 import structlog
 
 from rpc.errors import UnavailableError
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.router_streams import RouterStreams
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_client.attach`."""
 
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Replica]]
 """Makes the core for a worker, which plans for it until the `with` ends."""
 
 
@@ -114,7 +114,7 @@ class Engine:
         finally:
             await link.close()
 
-    async def _work(self, link: WorkerLink, core: Scheduler, wake: asyncio.Event) -> bool:
+    async def _work(self, link: WorkerLink, core: Replica, wake: asyncio.Event) -> bool:
         session = Session(
             link,
             core,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import structlog
 
-from rpc.errors import QuireError, TooBusyError, UnavailableError
+from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
@@ -24,7 +24,7 @@ from scheduler_svc.domain import (
 )
 from scheduler_svc.engine import Engine
 from scheduler_svc.holding import HeldRequests, live_seq_keys, num_live_seqs
-from scheduler_svc.placement import least_loaded
+from scheduler_svc.placement import Placer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import QueueSpans
@@ -50,12 +50,14 @@ class Fleet:
         health: Health,
         max_waiting: int,
         step_timeout_s: float,
+        placer: Placer,
     ) -> None:
         self._streams = streams
         self._spans = spans
         self._health = health
         self._max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
+        self._placer = placer
         self._engines: tuple[Engine, ...] = ()
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
@@ -98,6 +100,37 @@ class Fleet:
         self._spans.drop_source(source)  # of those held; the sessions drop theirs
 
     # --- for operators --------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Of all workers, attached or not."""
+        return self._engines
+
+    def engine(self, worker: str) -> Engine:
+        """Return a worker's.
+
+        Raises:
+            NotFoundError: There is no such worker.
+        """
+        for engine in self._engines:
+            if engine.target == worker:
+                return engine
+        known = ", ".join(engine.target for engine in self._engines)
+        raise NotFoundError(f"worker {worker!r} is not one of this scheduler's: {known}")
+
+    def sessions(self, worker: str) -> Mapping[str, Session]:
+        """Return those that are attached, by worker; only `worker`'s, unless that is empty.
+
+        Raises:
+            NotFoundError: There is no such worker.
+            UnavailableError: It is not attached.
+        """
+        if not worker:
+            return {e.target: e.session for e in self._engines if e.session is not None}
+        engine = self.engine(worker)
+        if engine.session is None:
+            raise UnavailableError(f"worker {worker} is not attached: {engine.loss}")
+        return {worker: engine.session}
 
     def loads(self) -> Mapping[str, SchedulerLoad | None]:
         """Snapshot each worker's core; None: not attached."""
@@ -229,7 +262,7 @@ class Fleet:
     # --- parts ----------------------------------------------------------------------------------
 
     def _place(self, command: SubmitRequest) -> None:
-        """Post a request to the least loaded engine, or hold it if none is there.
+        """Post a request to the engine where it goes best, or hold it if none is there.
 
         Raises:
             TooBusyError: There is no room; never for one that was accepted before.
@@ -244,12 +277,11 @@ class Fleet:
                 raise self._too_busy(self._held.num_seqs, n)
             self._held.add(command)
             return
-        loads = [session.placement_load() for session in sessions]
-        num_tokens = len(command.request.prompt_token_ids) + command.request.max_tokens
-        index = least_loaded(loads, n, num_tokens, can_refuse=can_refuse)
-        if index is None:
+        choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
+        if choice is None:
+            loads = [session.placement_load() for session in sessions]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
-        sessions[index].post(command)
+        sessions[choice.index].post(command, choice.num_tokens)
 
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request

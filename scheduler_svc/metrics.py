@@ -7,7 +7,7 @@ histogram observations, whatever the number of sequences.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -58,6 +58,13 @@ class SchedulerMetrics:
             "quire_request_queue_time_seconds",
             "Time from a sequence's arrival until it left the queue.",
             _QUEUE_BUCKETS_S,
+        )
+
+        self.migrations = Counter(
+            "quire_migrations",
+            "Requests moved between workers with their KV, or not after all.",
+            ["source", "target", "end"],
+            registry=registry,
         )
 
     def of(self, worker: str) -> EngineMetrics:

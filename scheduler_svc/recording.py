@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
@@ -19,16 +19,21 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 import structlog
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.migration import Export, ExportId, Import, ImportId, MovedRequest
 from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
-from scheduler_svc.core.request import Request, SourceId
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core_calls import (
+    BeginExport,
+    BeginImport,
     Call,
     Cancel,
     CancelSource,
     CoreOrigin,
     Defragment,
     End,
+    EndExport,
+    EndImport,
     Schedule,
     Submit,
     Update,
@@ -49,7 +54,7 @@ _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 
-class RecordingScheduler(Scheduler):
+class RecordingScheduler(Replica):
     """A core whose calls are told to `record`, with what they gave or raised."""
 
     def __init__(
@@ -83,6 +88,25 @@ class RecordingScheduler(Scheduler):
     def update(self, outcome: StepOutcome) -> News:
         """See `Scheduler`."""
         return self._recorded(Update(outcome), super().update, outcome)
+
+    def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
+        """See `Replica`."""
+        call = BeginExport(source, first_seq_key)
+        return self._recorded(call, super().begin_export, source, first_seq_key)
+
+    def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
+        """See `Replica`."""
+        call = EndExport(export_id, leaves)
+        return self._recorded(call, super().end_export, export_id, leaves=leaves)
+
+    def begin_import(self, moved: MovedRequest) -> Import:
+        """See `Replica`."""
+        return self._recorded(BeginImport(moved), super().begin_import, moved)
+
+    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
+        """See `Replica`."""
+        indices = tuple(output_indices)
+        self._recorded(EndImport(import_id, indices), super().end_import, import_id, indices)
 
     def _recorded(
         self,
@@ -133,11 +157,11 @@ class Recordings:
         self._thread.join()
 
     @contextlib.contextmanager
-    def open_core(self, info: WorkerInfo, config: SchedulerConfig) -> Iterator[Scheduler]:
+    def open_core(self, info: WorkerInfo, config: SchedulerConfig) -> Iterator[Replica]:
         """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
         recording = self._begin(info, config)
         if recording is None:
-            yield Scheduler(config)
+            yield Replica(config)
             return
         reason = "the worker is lost"
         try:

@@ -7,16 +7,20 @@ from typing import BinaryIO
 
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.plan import Finished, News, StepId, StepPlan
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core_calls import (
+    BeginExport,
+    BeginImport,
     Call,
     Cancel,
     CancelSource,
     CoreOrigin,
     Defragment,
     End,
+    EndExport,
+    EndImport,
     Entry,
     RecordedPlan,
     Schedule,
@@ -188,6 +192,14 @@ class _Replayer:
                 return plan
             case Update(outcome):
                 self._hear(self._core.update(outcome))
+            case BeginExport(source, first_seq_key):
+                self._core.begin_export(source, first_seq_key)
+            case EndExport(export_id, leaves):
+                self._core.end_export(export_id, leaves=leaves)
+            case BeginImport(moved):
+                self._core.begin_import(moved)
+            case EndImport(import_id, output_indices):
+                self._core.end_import(import_id, output_indices)
         return None
 
     def _count(self, entry: Entry, plan: RecordedPlan | None) -> None:
@@ -223,14 +235,14 @@ class _Replayer:
         self.result.finish_reasons.update(item.reason for item in finished)
 
 
-class _WatchedScheduler(Scheduler):
+class _WatchedScheduler(Replica):
     """A core that notes what the moment was like when it preempted."""
 
     def __init__(self, config: SchedulerConfig, preemptions: list[Preemption]) -> None:
         super().__init__(config)
         self._preemptions = preemptions
 
-    def _preempt(self, seq: Sequence, *, can_swap: bool = True) -> None:
+    def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
         assert seq.row is not None
         step = StepId(self._steps.last + 1)
         num_free = self._pool.num_free
@@ -252,7 +264,7 @@ class _WatchedScheduler(Scheduler):
             has_failed_swap_in=not can_swap,
             num_host_blocks=0,
         )
-        super()._preempt(seq, can_swap=can_swap)
+        super()._preempt(seq, can_swap=can_swap, must_swap=must_swap)
         preemption.num_host_blocks = len(seq.host_block_ids)
         preemption.num_freed_blocks = self._pool.num_free - num_free
         self._preemptions.append(preemption)

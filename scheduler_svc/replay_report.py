@@ -6,10 +6,14 @@ from dataclasses import fields
 from datetime import UTC, datetime
 
 from scheduler_svc.core_calls import (
+    BeginExport,
+    BeginImport,
     Cancel,
     CancelSource,
     Defragment,
     End,
+    EndExport,
+    EndImport,
     RecordedPlan,
     Schedule,
     Submit,
@@ -86,6 +90,14 @@ def _name_call(difference: Difference) -> str:
             return f"schedule at {now:.6f} s"
         case Update(outcome):
             return f"update with the result of step {outcome.step_id}"
+        case BeginExport(source, first_seq_key):
+            return f"begin_export of the request at {first_seq_key} of source {source}"
+        case EndExport(export_id, leaves):
+            return f"end_export {export_id}, which {'leaves' if leaves else 'stays'}"
+        case BeginImport(moved):
+            return f"begin_import of request {moved.request.request_id!r}"
+        case EndImport(import_id, output_indices):
+            return f"end_import {import_id} with outputs {_list(output_indices)}"
 
 
 def _describe_ending(replay: Replay) -> str:

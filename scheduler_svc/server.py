@@ -11,9 +11,12 @@ import structlog
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.server import Service
+from scheduler_svc.core.describe import describe
 from scheduler_svc.core.request import SeqKey
 from scheduler_svc.fleet import Fleet
+from scheduler_svc.migrator import Migrator
 from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.wire.kv import description_to_proto, query_from_proto
 from scheduler_svc.wire.router import (
     defragmentation_to_proto,
     load_to_proto,
@@ -28,9 +31,12 @@ log = structlog.get_logger()
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Answers the calls of `quire.v1.SchedulerService`."""
 
-    def __init__(self, fleet: Fleet, streams: RouterStreams, epoch: int) -> None:
+    def __init__(
+        self, fleet: Fleet, streams: RouterStreams, migrator: Migrator, epoch: int
+    ) -> None:
         self._fleet = fleet
         self._streams = streams
+        self._migrator = migrator
         self._epoch = epoch
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
@@ -74,6 +80,38 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DefragmentResponse:
         """Have it done at every worker."""
         return defragmentation_to_proto(await self._fleet.defragment())
+
+    async def DescribeSchedulerKv(  # noqa: N802
+        self,
+        request: scheduler_pb2.DescribeSchedulerKvRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
+    ) -> scheduler_pb2.DescribeSchedulerKvResponse:
+        """Say who holds which blocks, worker by worker."""
+        query = query_from_proto(request.query)
+        sessions = self._fleet.sessions(request.query.worker)
+        return scheduler_pb2.DescribeSchedulerKvResponse(
+            workers=[
+                description_to_proto(worker, session.call(lambda core: describe(core, query)))
+                for worker, session in sessions.items()
+            ]
+        )
+
+    async def Migrate(  # noqa: N802
+        self,
+        request: scheduler_pb2.MigrateRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
+    ) -> scheduler_pb2.MigrateResponse:
+        """Move a live request with its KV to another worker."""
+        for field in ("request_id", "worker"):
+            if not getattr(request, field):
+                raise InvalidArgumentError(field, "is empty")
+        moved = await self._migrator.migrate(request.request_id, request.worker)
+        return scheduler_pb2.MigrateResponse(
+            from_worker=moved.from_worker,
+            num_sequences=moved.num_seqs,
+            num_blocks=moved.num_blocks,
+            was_there=moved.was_there,
+        )
 
     async def _read(
         self,

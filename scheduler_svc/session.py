@@ -7,6 +7,8 @@ command, a result or a loss, so an idle one costs nothing.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rpc import timeline
 from rpc.errors import (
@@ -16,8 +18,10 @@ from rpc.errors import (
     TooBusyError,
     UnavailableError,
 )
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import (
+    BrokenInvariantError,
     DeadlineError,
     NoPrefixCacheError,
     QueueFullError,
@@ -25,9 +29,10 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import read_space
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.plan import Finished, StepId
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
-from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -35,6 +40,7 @@ from scheduler_svc.domain import (
     DropSource,
     ModelInfo,
     SubmitRequest,
+    WorkerInfo,
 )
 from scheduler_svc.holding import live_seq_keys, num_live_seqs
 from scheduler_svc.metrics import EngineMetrics
@@ -48,6 +54,8 @@ from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
+_T = TypeVar("_T")
+
 
 class Session:
     """A worker's link, and the core that plans for it."""
@@ -55,7 +63,7 @@ class Session:
     def __init__(
         self,
         link: WorkerLink,
-        core: Scheduler,
+        core: Replica,
         *,
         wake: asyncio.Event,
         streams: RouterStreams,
@@ -74,6 +82,7 @@ class Session:
         self._metrics = metrics
         self._commands: deque[Command] = deque()
         self._num_posted_seqs = 0
+        self._num_posted_tokens = 0
         self._placement_load: WorkerLoad | None = None
         """As of the last time that somebody asked; None: it may have changed."""
         self._meter = RateMeter(core.config.max_num_batched_tokens)
@@ -84,16 +93,72 @@ class Session:
         """Of the live sequences that were lost before."""
         self._is_handing_over = False
         self._settled = asyncio.Event()
+        self._has_ended = False
+        self._bug: BrokenInvariantError | None = None
+        """What a call from outside the engine's task has found."""
+        self._awaited_steps: list[tuple[StepId, asyncio.Future[None]]] = []
 
     # --- for others -----------------------------------------------------------------------------
 
-    def post(self, command: Command) -> None:
-        """Have a command applied before the next step; commands apply in the order posted."""
+    def post(self, command: Command, num_tokens: int = 0) -> None:
+        """Have a command applied before the next step; commands apply in the order posted.
+
+        `num_tokens` says how many tokens there are to compute for it, as far as is known.
+        """
         if isinstance(command, SubmitRequest):
             self._num_posted_seqs += num_live_seqs(command.request)
+            self._num_posted_tokens += num_tokens
             self._placement_load = None
         self._commands.append(command)
         self._wake.set()
+
+    def call(self, function: Callable[[Replica], _T]) -> _T:
+        """Call the core between two steps, after the commands posted before.
+
+        Raises:
+            UnavailableError: The worker is lost.
+        """
+        self.check_alive()
+        self._apply_commands()
+        self._placement_load = None
+        self._wake.set()
+        try:
+            return function(self._core)
+        except BrokenInvariantError as error:
+            self._bug = error
+            raise
+
+    def check_alive(self) -> None:
+        """Check that the session goes on.
+
+        Raises:
+            UnavailableError: The worker is lost.
+        """
+        if self._has_ended:
+            raise UnavailableError(f"worker {self.info.worker_id} is lost: {self._link.lost}")
+
+    async def answered(self, step: StepId) -> None:
+        """Wait until the result of a step has been applied.
+
+        Raises:
+            UnavailableError: The worker is lost before that.
+        """
+        self.check_alive()
+        if self._core.last_answered < step:
+            answered = asyncio.get_running_loop().create_future()
+            self._awaited_steps.append((step, answered))
+            await answered
+
+    async def pull_kv(
+        self, source_target: str, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """See `WorkerLink`."""
+        await self._link.pull_kv(source_target, sources, targets)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker, as it describes itself."""
+        return self._link.info
 
     def load(self) -> SchedulerLoad:
         """Snapshot the core."""
@@ -112,8 +177,18 @@ class Session:
                 num_waiting=load.num_waiting + self._num_posted_seqs,
                 max_waiting=self._core.config.max_waiting,
                 max_request_len=self._core.max_request_len,
+                num_queued_tokens=self._core.num_queued_tokens + self._num_posted_tokens,
             )
         return self._placement_load
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return self._core.config.block_size
+
+    def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """Say how many blocks of a prompt the prefix cache has."""
+        return self._core.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
         """Return the worker's model, its length as the block pool allows."""
@@ -136,6 +211,16 @@ class Session:
         self._wake.set()
         await self._settled.wait()
 
+    def note_losses(self, request: Request, num_losses: int) -> None:
+        """Note how many workers in a row were lost with a live request."""
+        for key in live_seq_keys(request) if num_losses else ():
+            self._num_losses[request.source, key] = num_losses
+
+    def take_losses(self, request: Request) -> int:
+        """Return what was noted of a request, and forget it."""
+        keys = live_seq_keys(request)
+        return max(self._num_losses.pop((request.source, key), 0) for key in keys)
+
     # --- for the engine's task ------------------------------------------------------------------
 
     async def work(self) -> None:
@@ -151,6 +236,8 @@ class Session:
                 self._apply_result(result)
             if self._is_handing_over and not self._core.num_steps_in_flight:
                 self._settled.set()
+            if self._bug is not None:
+                raise self._bug
             if self._link.lost is not None:
                 raise self._link.lost
             self._send_steps()
@@ -164,6 +251,8 @@ class Session:
         self._apply_commands()
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
+        self._has_ended = True
+        self._tell_answered()
         return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -207,9 +296,23 @@ class Session:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.admitted(admitted)
         self._after(news.finished)
+        self._tell_answered()
+
+    def _tell_answered(self) -> None:
+        """Wake those who wait for steps that are answered, or never will be."""
+        waiting, self._awaited_steps = self._awaited_steps, []
+        for step, answered in waiting:
+            if answered.done():
+                continue
+            if step <= self._core.last_answered:
+                answered.set_result(None)
+            elif self._has_ended:
+                answered.set_exception(UnavailableError(f"it is lost: {self._link.lost}"))
+            else:
+                self._awaited_steps.append((step, answered))
 
     def _apply_commands(self) -> None:
-        self._num_posted_seqs = 0
+        self._num_posted_seqs = self._num_posted_tokens = 0
         while self._commands:
             match self._commands.popleft():
                 case SubmitRequest() as command:
@@ -247,14 +350,11 @@ class Session:
             self._after(finished)
         else:
             self._spans.submitted(request)
-            if command.num_losses:
-                for key in live_seq_keys(request):
-                    self._num_losses[request.source, key] = command.num_losses
+            self.note_losses(request, command.num_losses)
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
-        keys = live_seq_keys(request)
-        num_losses = max(self._num_losses.get((request.source, key), 0) for key in keys)
+        num_losses = self.take_losses(request)
         match self._at_worker.find(request):
             case Progress.SOME:
                 num_losses = 0

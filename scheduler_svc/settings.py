@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from rpc.settings import Port, ProcessSettings
+from scheduler_svc.core.policies.arguments import split_arguments
 from scheduler_svc.core.policies.loading import make_policy
 
 
@@ -76,6 +77,13 @@ class SchedulerSettings(ProcessSettings):
     """Most blocks that one step brings back from host memory, most cached ones it saves there."""
     max_disk_moves: Annotated[int, Field(ge=1)] = 256
     """Most blocks on their way from the worker's disk, and most cached ones on their way there."""
+    placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
+    """Which worker a request goes to: prefix weighs what its prefix cache has of the prompt against
+    how busy it is, least-loaded takes the one with the fewest sequences, round-robin each in
+    turn."""
+    rebalance: bool = True
+    """Whether a request that waits with its KV in host memory is moved to a worker with room for
+    it. That needs host memory for KV at both."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
@@ -91,7 +99,7 @@ class SchedulerSettings(ProcessSettings):
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:
         """`policy_arg` by name, in an order that does not depend on the operator's."""
-        return tuple(sorted(_split_argument(text) for text in self.policy_arg))
+        return split_arguments(self.policy_arg)
 
     @field_validator("workers", "policy_arg", mode="before")
     @classmethod
@@ -113,18 +121,9 @@ class SchedulerSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _has_policy(self) -> Self:
-        names = [name for name, _ in self.policy_args]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"--policy-arg: gives {', '.join(sorted(twice))} twice")
+        args = self.policy_args
         try:
-            make_policy(self.policy, self.policy_args)
+            make_policy(self.policy, args)
         except ValueError as error:
             raise ValueError(f"--policy, --policy-arg: {error}") from error
         return self
-
-
-def _split_argument(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise ValueError(f"--policy-arg: {text}: must be name=value")
-    return name, value

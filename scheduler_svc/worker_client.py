@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -11,6 +11,8 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
+from rpc.packing import pack_int32
+from rpc.status import status_to_error
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.worker import (
@@ -80,8 +82,8 @@ class WorkerLink:
         self._results: deque[TimedResult] = deque()
         self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._watchdog: asyncio.TimerHandle | None = None
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._call = stub.Execute(self._sent_batches())
+        self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._call = self._stub.Execute(self._sent_batches())
         self._reader = asyncio.create_task(self._read(), name=f"results of {config.target}")
 
     def send(self, plan: StepPlan) -> None:
@@ -101,6 +103,31 @@ class WorkerLink:
     def oldest_step_age_s(self) -> float:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
+
+    async def pull_kv(
+        self, source_target: str, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """Have the worker fill its host blocks with another worker's; returns when it has.
+
+        Args:
+            source_target: The other worker.
+            sources: Host blocks of that one.
+            targets: Host blocks of this one, as many.
+
+        Raises:
+            QuireError: It could not. Either nothing writes the blocks any more, or the worker is
+                lost; so there is no deadline, but the worker's own.
+        """
+        request = worker_pb2.PullKvRequest(
+            epoch=self._config.epoch,
+            source_target=source_target,
+            source_host_block_ids=pack_int32(sources),
+            host_block_ids=pack_int32(targets),
+        )
+        try:
+            await self._stub.PullKv(request)
+        except grpc.aio.AioRpcError as error:
+            raise status_to_error(error) from error
 
     async def close(self) -> None:
         """Let the worker go."""

@@ -14,6 +14,7 @@ from gpu_worker.sampling_params import SamplingTable
 from gpu_worker.sequence_spans import SequenceSpans
 from gpu_worker.step import (
     BoolArray,
+    Int32Array,
     Int64Array,
     Limits,
     PromptLogprobs,
@@ -21,7 +22,7 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
-from rpc.errors import UnavailableError
+from rpc.errors import UnavailableError, UnimplementedError
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource
@@ -82,6 +83,15 @@ class SimulatedSteps:
         """Forget all rows; obey only `attachment` from then on."""
         self._forget()
         self._attachment = attachment
+
+    async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
+        """Refuse: there is no KV."""
+        raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
+
+    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+        """Refuse: there is no KV."""
+        del content
+        raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
         """Run a step; what it produces comes when the device would have it.

@@ -10,6 +10,8 @@ COMMANDS: Final = {
     "up": "start a service on this machine and look after it",
     "down": "stop it",
     "status": "show processes, health and load",
+    "kv": "show who holds which KV blocks",
+    "migrate": "move a live request with its KV to another worker",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
     "defragment": "move the KV blocks in use together",

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from quire.cli.command_error import CommandError
 from quire.cli.settings import ReplaySettings
 from rpc.settings import parse_settings
+from scheduler_svc.core.policies.arguments import split_arguments
+from scheduler_svc.core.policies.loading import make_policy
+from scheduler_svc.policy_report import describe_study
+from scheduler_svc.policy_study import study
 from scheduler_svc.replay import replay
 from scheduler_svc.replay_report import describe, describe_plan
 from scheduler_svc.wire.frames import RecordingError
@@ -13,6 +17,8 @@ from scheduler_svc.wire.frames import RecordingError
 def main(argv: Sequence[str]) -> int:
     """Run `quire replay`; give the exit code: 1 if a plan differs."""
     settings = parse_settings(ReplaySettings, "quire replay", argv)
+    if settings.policy:
+        return _study(settings)
     try:
         with settings.file.open("rb") as file:
             result = replay(file, settings.step)
@@ -30,3 +36,22 @@ def main(argv: Sequence[str]) -> int:
             f"--step: {settings.step}: is not in it; it has steps 1 to {result.num_steps}"
         )
     return 0 if result.difference is None else 1
+
+
+def _study(settings: ReplaySettings) -> int:
+    """Show what would have been under another policy."""
+    try:
+        policy_args = split_arguments(settings.policy_arg)
+        make_policy(settings.policy, policy_args)
+    except ValueError as error:
+        raise CommandError(f"--policy, --policy-arg: {error}") from None
+    try:
+        with settings.file.open("rb") as file:
+            result = study(file, settings.policy, policy_args)
+    except OSError as error:
+        raise CommandError(f"{settings.file}: {error.strerror}") from None
+    except RecordingError as error:
+        raise CommandError(f"{settings.file}: {error}") from None
+    for line in describe_study(result):
+        print(line)
+    return 0

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
 from rpc.settings import ENV_PREFIX, Port, ProcessSettings
 
@@ -220,16 +220,68 @@ class DefragmentSettings(_CommandSettings):
     machine, if it is the only one, else 127.0.0.1:50052."""
 
 
+class KvSettings(_CommandSettings):
+    """Show who holds which KV blocks: a map of each worker's tiers, and its live sequences."""
+
+    target: str = ""
+    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
+    it is the only one, else 127.0.0.1:50051."""
+    worker: str = ""
+    """Only this worker, by its target; empty: all."""
+    first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Show blocks from this one on."""
+    first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Show sequences from this one on."""
+    max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
+    """Most sequences of a worker."""
+    json_: Annotated[bool, Field(alias="json")] = False
+    """Write JSON, with block tables and reference counts."""
+
+
+class MigrateSettings(_CommandSettings):
+    """Move a live request with its KV to another worker; its output stays what it would be."""
+
+    request_id: CliPositionalArg[str]
+    """The request's id, as `quire kv` shows it."""
+    to: str
+    """The worker's target, as `quire kv` shows it."""
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+
 class ReplaySettings(_CommandSettings):
     """Feed a recording of a scheduler (`--record`) to a new core. Exits with 1 if a plan differs.
 
-    Shows the totals, and for each preemption when it was, whom it hit, why, and what it cost.
+    Shows the totals, and for each preemption when it was, whom it hit, why, and what it cost. With
+    --policy it shows instead what would have been under another policy.
     """
 
     file: CliPositionalArg[Path]
     """The recording: one worker's, from one attachment."""
     step: Positive | None = None
     """Show this step's plan in full instead."""
+    policy: str = ""
+    """Simulate this policy, and the recorded one, on the recorded requests (docs/replay.md)."""
+    policy_arg: Annotated[tuple[str, ...], NoDecode] = ()
+    """Arguments of that policy, such as aging_s=30,weight_out=3."""
+
+    @field_validator("policy_arg", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple(part for item in value for part in str(item).split(",") if part)
+        return value
+
+    @model_validator(mode="after")
+    def _either_or(self) -> Self:
+        if self.policy and self.step is not None:
+            raise ValueError("--step: is of the recorded plans; it cannot be with --policy")
+        if self.policy_arg and not self.policy:
+            raise ValueError("--policy-arg: is given without --policy")
+        return self
 
 
 class DownSettings(_CommandSettings):

@@ -207,12 +207,12 @@ def _info(planned: Layout, directory: ServiceDir, running: Sequence[Running]) ->
         model_name=planned.model_name,
         http_address=planned.http_address,
         grpc_target=planned.grpc_target,
+        scheduler_target=planned.scheduler_target,
         log_dir=str(directory.log_dir),
         processes=tuple(
             ServiceProcess(each.spec.name, each.spec.http_address, each.pid, each.num_restarts)
             for each in running
         ),
-        scheduler_target=planned.scheduler_target,
     )
 
 

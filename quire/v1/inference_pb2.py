@@ -23,55 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
+from quire.v1 import kv_pb2 as quire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0b \x01(\x01H\x03\x88\x01\x01\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0e\n\x0c_cache_pin_s\"\xd1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.quire.v1.OutputDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.quire.v1.OutputFinishedH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x0f.quire.v1.UsageH\x00\x12(\n\x06prompt\x18\x05 \x01(\x0b\x32\x16.quire.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"8\n\x0cPromptScores\x12(\n\x08logprobs\x18\x01 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"\x84\x01\n\x0bOutputDelta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"\xb9\x01\n\x0eOutputFinished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x0c\n\nstopped_by\"g\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpinned_tokens\x18\x04 \x01(\r\"A\n\x13GenerateOnceRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.quire.v1.GenerateRequest\"\x7f\n\x06Output\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.quire.v1.OutputFinished\"\x95\x01\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07outputs\x18\x02 \x03(\x0b\x32\x10.quire.v1.Output\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12&\n\x06prompt\x18\x04 \x01(\x0b\x32\x16.quire.v1.PromptScores\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.quire.v1.ModelInfo\"\x10\n\x0eGetLoadRequest\"/\n\x0fGetLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load2\xbb\x03\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12M\n\x0cGenerateOnce\x12\x1d.quire.v1.GenerateOnceRequest\x1a\x1e.quire.v1.GenerateOnceResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponse\x12>\n\x07GetLoad\x12\x18.quire.v1.GetLoadRequest\x1a\x19.quire.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\x1a\x11quire/v1/kv.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0b \x01(\x01H\x03\x88\x01\x01\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0e\n\x0c_cache_pin_s\"\xd1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.quire.v1.OutputDeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.quire.v1.OutputFinishedH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x0f.quire.v1.UsageH\x00\x12(\n\x06prompt\x18\x05 \x01(\x0b\x32\x16.quire.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"8\n\x0cPromptScores\x12(\n\x08logprobs\x18\x01 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"\x84\x01\n\x0bOutputDelta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"\xb9\x01\n\x0eOutputFinished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x0c\n\nstopped_by\"g\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rpinned_tokens\x18\x04 \x01(\r\"A\n\x13GenerateOnceRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.quire.v1.GenerateRequest\"\x7f\n\x06Output\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x18.quire.v1.OutputFinished\"\x95\x01\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07outputs\x18\x02 \x03(\x0b\x32\x10.quire.v1.Output\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12&\n\x06prompt\x18\x04 \x01(\x0b\x32\x16.quire.v1.PromptScores\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.quire.v1.ModelInfo\"\x10\n\x0eGetLoadRequest\"/\n\x0fGetLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load\"5\n\x11\x44\x65scribeKvRequest\x12 \n\x05query\x18\x01 \x01(\x0b\x32\x11.quire.v1.KvQuery\"9\n\x12\x44\x65scribeKvResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.quire.v1.WorkerKv2\x84\x04\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12M\n\x0cGenerateOnce\x12\x1d.quire.v1.GenerateOnceRequest\x1a\x1e.quire.v1.GenerateOnceResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponse\x12>\n\x07GetLoad\x12\x18.quire.v1.GetLoadRequest\x1a\x19.quire.v1.GetLoadResponse\x12G\n\nDescribeKv\x12\x1b.quire.v1.DescribeKvRequest\x1a\x1c.quire.v1.DescribeKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENIDS']._serialized_start=61
-  _globals['_TOKENIDS']._serialized_end=84
-  _globals['_GENERATEREQUEST']._serialized_start=87
-  _globals['_GENERATEREQUEST']._serialized_end=442
-  _globals['_GENERATERESPONSE']._serialized_start=445
-  _globals['_GENERATERESPONSE']._serialized_end=654
-  _globals['_PROMPTSCORES']._serialized_start=656
-  _globals['_PROMPTSCORES']._serialized_end=712
-  _globals['_OUTPUTDELTA']._serialized_start=715
-  _globals['_OUTPUTDELTA']._serialized_end=847
-  _globals['_OUTPUTFINISHED']._serialized_start=850
-  _globals['_OUTPUTFINISHED']._serialized_end=1035
-  _globals['_USAGE']._serialized_start=1037
-  _globals['_USAGE']._serialized_end=1140
-  _globals['_GENERATEONCEREQUEST']._serialized_start=1142
-  _globals['_GENERATEONCEREQUEST']._serialized_end=1207
-  _globals['_OUTPUT']._serialized_start=1209
-  _globals['_OUTPUT']._serialized_end=1336
-  _globals['_GENERATEONCERESPONSE']._serialized_start=1339
-  _globals['_GENERATEONCERESPONSE']._serialized_end=1488
-  _globals['_CHATMESSAGE']._serialized_start=1490
-  _globals['_CHATMESSAGE']._serialized_end=1534
-  _globals['_CHAT']._serialized_start=1536
-  _globals['_CHAT']._serialized_end=1583
-  _globals['_TOKENIZEREQUEST']._serialized_start=1586
-  _globals['_TOKENIZEREQUEST']._serialized_end=1731
-  _globals['_TOKENIZERESPONSE']._serialized_start=1733
-  _globals['_TOKENIZERESPONSE']._serialized_end=1793
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1795
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1906
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1908
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1942
-  _globals['_LISTMODELSREQUEST']._serialized_start=1944
-  _globals['_LISTMODELSREQUEST']._serialized_end=1963
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1965
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2022
-  _globals['_GETLOADREQUEST']._serialized_start=2024
-  _globals['_GETLOADREQUEST']._serialized_end=2040
-  _globals['_GETLOADRESPONSE']._serialized_start=2042
-  _globals['_GETLOADRESPONSE']._serialized_end=2089
-  _globals['_INFERENCESERVICE']._serialized_start=2092
-  _globals['_INFERENCESERVICE']._serialized_end=2535
+  _globals['_TOKENIDS']._serialized_start=80
+  _globals['_TOKENIDS']._serialized_end=103
+  _globals['_GENERATEREQUEST']._serialized_start=106
+  _globals['_GENERATEREQUEST']._serialized_end=461
+  _globals['_GENERATERESPONSE']._serialized_start=464
+  _globals['_GENERATERESPONSE']._serialized_end=673
+  _globals['_PROMPTSCORES']._serialized_start=675
+  _globals['_PROMPTSCORES']._serialized_end=731
+  _globals['_OUTPUTDELTA']._serialized_start=734
+  _globals['_OUTPUTDELTA']._serialized_end=866
+  _globals['_OUTPUTFINISHED']._serialized_start=869
+  _globals['_OUTPUTFINISHED']._serialized_end=1054
+  _globals['_USAGE']._serialized_start=1056
+  _globals['_USAGE']._serialized_end=1159
+  _globals['_GENERATEONCEREQUEST']._serialized_start=1161
+  _globals['_GENERATEONCEREQUEST']._serialized_end=1226
+  _globals['_OUTPUT']._serialized_start=1228
+  _globals['_OUTPUT']._serialized_end=1355
+  _globals['_GENERATEONCERESPONSE']._serialized_start=1358
+  _globals['_GENERATEONCERESPONSE']._serialized_end=1507
+  _globals['_CHATMESSAGE']._serialized_start=1509
+  _globals['_CHATMESSAGE']._serialized_end=1553
+  _globals['_CHAT']._serialized_start=1555
+  _globals['_CHAT']._serialized_end=1602
+  _globals['_TOKENIZEREQUEST']._serialized_start=1605
+  _globals['_TOKENIZEREQUEST']._serialized_end=1750
+  _globals['_TOKENIZERESPONSE']._serialized_start=1752
+  _globals['_TOKENIZERESPONSE']._serialized_end=1812
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1814
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1925
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1927
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1961
+  _globals['_LISTMODELSREQUEST']._serialized_start=1963
+  _globals['_LISTMODELSREQUEST']._serialized_end=1982
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1984
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2041
+  _globals['_GETLOADREQUEST']._serialized_start=2043
+  _globals['_GETLOADREQUEST']._serialized_end=2059
+  _globals['_GETLOADRESPONSE']._serialized_start=2061
+  _globals['_GETLOADRESPONSE']._serialized_end=2108
+  _globals['_DESCRIBEKVREQUEST']._serialized_start=2110
+  _globals['_DESCRIBEKVREQUEST']._serialized_end=2163
+  _globals['_DESCRIBEKVRESPONSE']._serialized_start=2165
+  _globals['_DESCRIBEKVRESPONSE']._serialized_end=2222
+  _globals['_INFERENCESERVICE']._serialized_start=2225
+  _globals['_INFERENCESERVICE']._serialized_end=2741
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from quire.v1 import common_pb2 as _common_pb2
+from quire.v1 import kv_pb2 as _kv_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -198,3 +199,15 @@ class GetLoadResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     load: _common_pb2.Load
     def __init__(self, load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+
+class DescribeKvRequest(_message.Message):
+    __slots__ = ("query",)
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    query: _kv_pb2.KvQuery
+    def __init__(self, query: _Optional[_Union[_kv_pb2.KvQuery, _Mapping]] = ...) -> None: ...
+
+class DescribeKvResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_kv_pb2.WorkerKv]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_kv_pb2.WorkerKv, _Mapping]]] = ...) -> None: ...

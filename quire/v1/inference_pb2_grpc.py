@@ -84,6 +84,11 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.DescribeKv = channel.unary_unary(
+                '/quire.v1.InferenceService/DescribeKv',
+                request_serializer=quire_dot_v1_dot_inference__pb2.DescribeKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.DescribeKvResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -153,6 +158,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeKv(self, request, context):
+        """Says who holds which KV blocks, for people and tools: worker by worker, tier by tier. NOT_FOUND
+        if the query names a worker that the scheduler does not have, UNAVAILABLE if it is not attached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +198,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GetLoadRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'DescribeKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeKv,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.DescribeKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.DescribeKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -369,6 +387,33 @@ class InferenceService(object):
             '/quire.v1.InferenceService/GetLoad',
             quire_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/DescribeKv',
+            quire_dot_v1_dot_inference__pb2.DescribeKvRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.DescribeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,7 +23,7 @@ class RecordingHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., quire_version: _Optional[str] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., started_at_s: _Optional[float] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class RecordingEntry(_message.Message):
-    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "end", "raised")
+    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "end", "begin_export", "end_export", "begin_import", "end_import", "raised")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,10 @@ class RecordingEntry(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     DEFRAGMENT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_EXPORT_FIELD_NUMBER: _ClassVar[int]
+    END_EXPORT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_IMPORT_FIELD_NUMBER: _ClassVar[int]
+    END_IMPORT_FIELD_NUMBER: _ClassVar[int]
     RAISED_FIELD_NUMBER: _ClassVar[int]
     submit: RecordedSubmit
     cancel: RecordedCancel
@@ -39,8 +43,12 @@ class RecordingEntry(_message.Message):
     update: RecordedUpdate
     defragment: RecordedDefragment
     end: RecordingEnd
+    begin_export: RecordedBeginExport
+    end_export: RecordedEndExport
+    begin_import: RecordedBeginImport
+    end_import: RecordedEndImport
     raised: str
-    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., begin_export: _Optional[_Union[RecordedBeginExport, _Mapping]] = ..., end_export: _Optional[_Union[RecordedEndExport, _Mapping]] = ..., begin_import: _Optional[_Union[RecordedBeginImport, _Mapping]] = ..., end_import: _Optional[_Union[RecordedEndImport, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
 
 class RecordedSubmit(_message.Message):
     __slots__ = ("now", "source", "first_seq_key", "request_id", "prompt_token_ids", "n", "max_tokens", "sampling", "cache_salt", "traceparent", "outputs", "more_json")
@@ -191,6 +199,58 @@ class RecordedUpdate(_message.Message):
     loaded_host_block_ids: bytes
     failed_host_block_ids: bytes
     def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ...) -> None: ...
+
+class RecordedBeginExport(_message.Message):
+    __slots__ = ("source", "first_seq_key")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    first_seq_key: int
+    def __init__(self, source: _Optional[int] = ..., first_seq_key: _Optional[int] = ...) -> None: ...
+
+class RecordedEndExport(_message.Message):
+    __slots__ = ("export_id", "leaves")
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    export_id: int
+    leaves: bool
+    def __init__(self, export_id: _Optional[int] = ..., leaves: bool = ...) -> None: ...
+
+class RecordedBeginImport(_message.Message):
+    __slots__ = ("request", "block_size", "bytes_per_block", "sequences")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    request: RecordedSubmit
+    block_size: int
+    bytes_per_block: int
+    sequences: _containers.RepeatedCompositeFieldContainer[RecordedMovedSequence]
+    def __init__(self, request: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., block_size: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[RecordedMovedSequence, _Mapping]]] = ...) -> None: ...
+
+class RecordedMovedSequence(_message.Message):
+    __slots__ = ("output_index", "host_block_ids", "num_computed_tokens", "num_charged_tokens", "num_cached_tokens", "was_admitted")
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHARGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    output_index: int
+    host_block_ids: bytes
+    num_computed_tokens: int
+    num_charged_tokens: int
+    num_cached_tokens: int
+    was_admitted: bool
+    def __init__(self, output_index: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., num_charged_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., was_admitted: bool = ...) -> None: ...
+
+class RecordedEndImport(_message.Message):
+    __slots__ = ("import_id", "output_indices")
+    IMPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    import_id: int
+    output_indices: bytes
+    def __init__(self, import_id: _Optional[int] = ..., output_indices: _Optional[bytes] = ...) -> None: ...
 
 class RecordingEnd(_message.Message):
     __slots__ = ("reason",)

@@ -23,53 +23,62 @@ _sym_db = _symbol_database.Default()
 
 
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
+from quire.v1 import kv_pb2 as quire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x8b\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x42\t\n\x07message\"\x97\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\xc9\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\ndeadline_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x42\r\n\x0b_deadline_sB\x0e\n\x0c_cache_pin_s\"2\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xaf\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .quire.v1.SequencePromptLogprobs\x12(\n\x06pinned\x18\x08 \x03(\x0b\x32\x18.quire.v1.SequencePinned\"e\n\x16SequencePromptLogprobs\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"<\n\x0eSequencePinned\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\r\"\xa6\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x10\n\x0e_stop_token_id\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load\"\x13\n\x11\x44\x65\x66ragmentRequest\"F\n\x12\x44\x65\x66ragmentResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.quire.v1.WorkerDefragmentation\"j\n\x15WorkerDefragmentation\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0brate_before\x18\x02 \x01(\x01\x12\x12\n\nrate_after\x18\x03 \x01(\x01\x12\x18\n\x10num_moved_blocks\x18\x04 \x01(\r2\xfa\x01\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponse\x12G\n\nDefragment\x12\x1b.quire.v1.DefragmentRequest\x1a\x1c.quire.v1.DefragmentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\x1a\x11quire/v1/kv.proto\"\x8b\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x42\t\n\x07message\"\x97\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\xc9\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\ndeadline_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x42\r\n\x0b_deadline_sB\x0e\n\x0c_cache_pin_s\"2\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xaf\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .quire.v1.SequencePromptLogprobs\x12(\n\x06pinned\x18\x08 \x03(\x0b\x32\x18.quire.v1.SequencePinned\"e\n\x16SequencePromptLogprobs\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"<\n\x0eSequencePinned\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\r\"\xa6\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputErrorB\x10\n\x0e_stop_token_id\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load\"\x13\n\x11\x44\x65\x66ragmentRequest\"F\n\x12\x44\x65\x66ragmentResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.quire.v1.WorkerDefragmentation\"j\n\x15WorkerDefragmentation\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0brate_before\x18\x02 \x01(\x01\x12\x12\n\nrate_after\x18\x03 \x01(\x01\x12\x18\n\x10num_moved_blocks\x18\x04 \x01(\r\">\n\x1a\x44\x65scribeSchedulerKvRequest\x12 \n\x05query\x18\x01 \x01(\x0b\x32\x11.quire.v1.KvQuery\"B\n\x1b\x44\x65scribeSchedulerKvResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.quire.v1.WorkerKv\"4\n\x0eMigrateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\"d\n\x0fMigrateResponse\x12\x13\n\x0b\x66rom_worker\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\twas_there\x18\x04 \x01(\x08\x32\x9e\x03\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponse\x12G\n\nDefragment\x12\x1b.quire.v1.DefragmentRequest\x1a\x1c.quire.v1.DefragmentResponse\x12\x62\n\x13\x44\x65scribeSchedulerKv\x12$.quire.v1.DescribeSchedulerKvRequest\x1a%.quire.v1.DescribeSchedulerKvResponse\x12>\n\x07Migrate\x12\x18.quire.v1.MigrateRequest\x1a\x19.quire.v1.MigrateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONNECTREQUEST']._serialized_start=62
-  _globals['_CONNECTREQUEST']._serialized_end=201
-  _globals['_CONNECTRESPONSE']._serialized_start=204
-  _globals['_CONNECTRESPONSE']._serialized_end=355
-  _globals['_ROUTERHELLO']._serialized_start=357
-  _globals['_ROUTERHELLO']._serialized_end=389
-  _globals['_SCHEDULERWELCOME']._serialized_start=391
-  _globals['_SCHEDULERWELCOME']._serialized_end=460
-  _globals['_SUBMIT']._serialized_start=463
-  _globals['_SUBMIT']._serialized_end=792
-  _globals['_OUTPUTSOFAR']._serialized_start=794
-  _globals['_OUTPUTSOFAR']._serialized_end=844
-  _globals['_CANCEL']._serialized_start=846
-  _globals['_CANCEL']._serialized_end=872
-  _globals['_REFUSED']._serialized_start=874
-  _globals['_REFUSED']._serialized_end=983
-  _globals['_STEPOUTPUT']._serialized_start=986
-  _globals['_STEPOUTPUT']._serialized_end=1289
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1291
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1392
-  _globals['_INDEXEDLOGPROB']._serialized_start=1394
-  _globals['_INDEXEDLOGPROB']._serialized_end=1466
-  _globals['_SEQUENCEADMITTED']._serialized_start=1468
-  _globals['_SEQUENCEADMITTED']._serialized_end=1547
-  _globals['_SEQUENCEPINNED']._serialized_start=1549
-  _globals['_SEQUENCEPINNED']._serialized_end=1609
-  _globals['_SEQUENCEFINISHED']._serialized_start=1612
-  _globals['_SEQUENCEFINISHED']._serialized_end=1778
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=1780
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=1805
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=1807
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=1863
-  _globals['_DEFRAGMENTREQUEST']._serialized_start=1865
-  _globals['_DEFRAGMENTREQUEST']._serialized_end=1884
-  _globals['_DEFRAGMENTRESPONSE']._serialized_start=1886
-  _globals['_DEFRAGMENTRESPONSE']._serialized_end=1956
-  _globals['_WORKERDEFRAGMENTATION']._serialized_start=1958
-  _globals['_WORKERDEFRAGMENTATION']._serialized_end=2064
-  _globals['_SCHEDULERSERVICE']._serialized_start=2067
-  _globals['_SCHEDULERSERVICE']._serialized_end=2317
+  _globals['_CONNECTREQUEST']._serialized_start=81
+  _globals['_CONNECTREQUEST']._serialized_end=220
+  _globals['_CONNECTRESPONSE']._serialized_start=223
+  _globals['_CONNECTRESPONSE']._serialized_end=374
+  _globals['_ROUTERHELLO']._serialized_start=376
+  _globals['_ROUTERHELLO']._serialized_end=408
+  _globals['_SCHEDULERWELCOME']._serialized_start=410
+  _globals['_SCHEDULERWELCOME']._serialized_end=479
+  _globals['_SUBMIT']._serialized_start=482
+  _globals['_SUBMIT']._serialized_end=811
+  _globals['_OUTPUTSOFAR']._serialized_start=813
+  _globals['_OUTPUTSOFAR']._serialized_end=863
+  _globals['_CANCEL']._serialized_start=865
+  _globals['_CANCEL']._serialized_end=891
+  _globals['_REFUSED']._serialized_start=893
+  _globals['_REFUSED']._serialized_end=1002
+  _globals['_STEPOUTPUT']._serialized_start=1005
+  _globals['_STEPOUTPUT']._serialized_end=1308
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1310
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1411
+  _globals['_INDEXEDLOGPROB']._serialized_start=1413
+  _globals['_INDEXEDLOGPROB']._serialized_end=1485
+  _globals['_SEQUENCEADMITTED']._serialized_start=1487
+  _globals['_SEQUENCEADMITTED']._serialized_end=1566
+  _globals['_SEQUENCEPINNED']._serialized_start=1568
+  _globals['_SEQUENCEPINNED']._serialized_end=1628
+  _globals['_SEQUENCEFINISHED']._serialized_start=1631
+  _globals['_SEQUENCEFINISHED']._serialized_end=1797
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=1799
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=1824
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=1826
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=1882
+  _globals['_DEFRAGMENTREQUEST']._serialized_start=1884
+  _globals['_DEFRAGMENTREQUEST']._serialized_end=1903
+  _globals['_DEFRAGMENTRESPONSE']._serialized_start=1905
+  _globals['_DEFRAGMENTRESPONSE']._serialized_end=1975
+  _globals['_WORKERDEFRAGMENTATION']._serialized_start=1977
+  _globals['_WORKERDEFRAGMENTATION']._serialized_end=2083
+  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_start=2085
+  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_end=2147
+  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_start=2149
+  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_end=2215
+  _globals['_MIGRATEREQUEST']._serialized_start=2217
+  _globals['_MIGRATEREQUEST']._serialized_end=2269
+  _globals['_MIGRATERESPONSE']._serialized_start=2271
+  _globals['_MIGRATERESPONSE']._serialized_end=2371
+  _globals['_SCHEDULERSERVICE']._serialized_start=2374
+  _globals['_SCHEDULERSERVICE']._serialized_end=2788
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from quire.v1 import common_pb2 as _common_pb2
+from quire.v1 import kv_pb2 as _kv_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -194,3 +195,35 @@ class WorkerDefragmentation(_message.Message):
     rate_after: float
     num_moved_blocks: int
     def __init__(self, worker: _Optional[str] = ..., rate_before: _Optional[float] = ..., rate_after: _Optional[float] = ..., num_moved_blocks: _Optional[int] = ...) -> None: ...
+
+class DescribeSchedulerKvRequest(_message.Message):
+    __slots__ = ("query",)
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    query: _kv_pb2.KvQuery
+    def __init__(self, query: _Optional[_Union[_kv_pb2.KvQuery, _Mapping]] = ...) -> None: ...
+
+class DescribeSchedulerKvResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_kv_pb2.WorkerKv]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_kv_pb2.WorkerKv, _Mapping]]] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("request_id", "worker")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    worker: str
+    def __init__(self, request_id: _Optional[str] = ..., worker: _Optional[str] = ...) -> None: ...
+
+class MigrateResponse(_message.Message):
+    __slots__ = ("from_worker", "num_sequences", "num_blocks", "was_there")
+    FROM_WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAS_THERE_FIELD_NUMBER: _ClassVar[int]
+    from_worker: str
+    num_sequences: int
+    num_blocks: int
+    was_there: bool
+    def __init__(self, from_worker: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ..., was_there: bool = ...) -> None: ...

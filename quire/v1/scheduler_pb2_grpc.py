@@ -59,6 +59,16 @@ class SchedulerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.FromString,
                 _registered_method=True)
+        self.DescribeSchedulerKv = channel.unary_unary(
+                '/quire.v1.SchedulerService/DescribeSchedulerKv',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.FromString,
+                _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/quire.v1.SchedulerService/Migrate',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.MigrateResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -96,6 +106,26 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeSchedulerKv(self, request, context):
+        """Says who holds which KV blocks; see `InferenceService.DescribeKv`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Migrate(self, request, context):
+        """Moves a live request with the KV of all its sequences to another worker, and returns when it is
+        there. Its output is what it would have been, and it computes nothing again. If the move fails,
+        the request goes on where it is, or, if its worker is lost meanwhile, elsewhere. NOT_FOUND if no
+        such request is live or there is no such worker; FAILED_PRECONDITION, saying why, if it cannot
+        be moved: a worker has no host tier or not enough room in it, the two keep different KV, the
+        prompt of several outputs is not computed yet; UNAVAILABLE if a worker is not attached, or lost
+        meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +143,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Defragment,
                     request_deserializer=quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.FromString,
                     response_serializer=quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.SerializeToString,
+            ),
+            'DescribeSchedulerKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeSchedulerKv,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.MigrateRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.MigrateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -206,6 +246,60 @@ class SchedulerService(object):
             '/quire.v1.SchedulerService/Defragment',
             quire_dot_v1_dot_scheduler__pb2.DefragmentRequest.SerializeToString,
             quire_dot_v1_dot_scheduler__pb2.DefragmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeSchedulerKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.SchedulerService/DescribeSchedulerKv',
+            quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.SchedulerService/Migrate',
+            quire_dot_v1_dot_scheduler__pb2.MigrateRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.MigrateResponse.FromString,
             options,
             channel_credentials,
             insecure,

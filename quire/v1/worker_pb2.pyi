@@ -196,12 +196,14 @@ class DescribeDeviceResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
-    __slots__ = ("epoch", "host_block_ids")
+    __slots__ = ("epoch", "host_block_ids", "kv_format")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host_block_ids: bytes
-    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ...) -> None: ...
+    kv_format: str
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ...) -> None: ...
 
 class ReadKvResponse(_message.Message):
     __slots__ = ("content", "crc32")

@@ -21,5 +21,9 @@ class DeadlineError(RequestRefusedError):
     """A request whose deadline has passed, or cannot be met even if nothing else runs."""
 
 
+class MigrationRefusedError(Exception):
+    """A request that cannot be moved between cores as things are; nothing changed."""
+
+
 class BrokenInvariantError(AssertionError):
     """The core or its caller has a bug; going on could corrupt an output."""

@@ -7,8 +7,11 @@ import numpy as np
 from scheduler_svc.core.block_pool import BlockIdT, BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.policies.policy import rank
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
+
+_ON_HOST = (SeqStatus.SWAPPED, SeqStatus.MIGRATING)
 
 
 def check(core: Scheduler) -> None:
@@ -139,6 +142,8 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     for seq in live:
         holders.update(seq.host_block_ids)
         holders.update(seq.fetched_block_ids)
+    if isinstance(core, Replica):
+        holders.update(core.held_host_blocks)
     _check_pool(tier.pool, holders)
     for source, target in tier._targets.items():  # noqa: SLF001
         _expect((target, source) in moves, f"host block {source} is not on its way to {target}")
@@ -166,7 +171,7 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     for seq in live:
         _expect(
             not seq.host_block_ids
-            or seq.status is SeqStatus.SWAPPED
+            or seq.status in _ON_HOST
             or (seq.status is SeqStatus.FETCHING and seq.disk_block_ids)
             or seq in loading,
             f"sequence {seq.seq_id} holds host blocks that it does not need",

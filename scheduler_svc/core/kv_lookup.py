@@ -1,5 +1,6 @@
 """Finds the KV that a sequence need not compute: in the device's blocks, then in the host's."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
@@ -71,6 +72,13 @@ class KvLookup:
         hashes: list[BlockHash] = []
         root = root_hash(request.cache_salt)
         extend_chain(hashes, root, request.prompt_token_ids[:-1], self._block_size)
+        return self.num_cached_blocks(hashes) * self._block_size
+
+    def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
+        """Return how many blocks of a prompt the prefix cache has, of those with `hashes`."""
+        if not self._is_enabled:
+            return 0
         num_found = len(self._pool.find(hashes))
         loading, sources = self._tier.find(hashes[num_found:])
-        return (num_found + len(loading) + len(sources)) * self._block_size
+        num_found += len(loading) + len(sources)
+        return num_found + len(self._tier.disk.pool.find(hashes[num_found:]))

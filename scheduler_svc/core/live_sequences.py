@@ -100,7 +100,7 @@ class LiveSequences:
         for seq in self:
             by_request.setdefault(id(seq.request), []).append(seq)
         groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
-        return tuple(_resubmittable(seqs, known_tokens) for seqs in groups)
+        return tuple(resubmittable(seqs, known_tokens) for seqs in groups)
 
     def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
         self._num_created += 1
@@ -119,7 +119,13 @@ class LiveSequences:
         )
 
 
-def _resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32Array]) -> Request:
+def resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32Array]) -> Request:
+    """Return a request as it can be submitted again.
+
+    Args:
+        seqs: Its live sequences; at least one.
+        known_tokens: int32[N], a copy of a sequence's prompt and output so far.
+    """
     request = seqs[0].request
     outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
     for seq in seqs:

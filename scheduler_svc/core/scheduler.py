@@ -343,7 +343,7 @@ class Scheduler:
 
     # --- lives of sequences ---------------------------------------------------------------------
 
-    def _preempt(self, seq: Sequence, *, can_swap: bool = True) -> None:
+    def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
         """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
 
         Tokens of steps in flight are dropped: it will draw the same again.
@@ -360,7 +360,9 @@ class Scheduler:
             self._host_room.release(seq)
         elif is_loading:  # as before: it comes from its own host blocks, or from cached ones
             num_computed = num_computed if seq.host_block_ids else 0
-        elif num_computed and self._host_room.make_for_swap(len(blocks), num_computed):
+        elif num_computed and (
+            must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
+        ):
             hashes = seq.block_hashes[: num_computed // self.config.block_size]
             seq.host_block_ids = tuple(self._tier.swap_out(blocks, hashes))
         seq.num_computed_tokens = num_computed

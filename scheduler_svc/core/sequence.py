@@ -29,23 +29,38 @@ class SeqStatus(Enum):
     """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
     DECODE = "decode"
     """Running: gains one token in every step."""
+    MIGRATING = "migrating"
+    """On its way to another core, KV in host blocks or none; in no queue, holds no row."""
     FINISHED = "finished"
     """Ended; what it held is free as soon as no step in flight can touch it."""
 
 
 _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.WAITING: frozenset(
-        {SeqStatus.PREFILL, SeqStatus.SIBLING, SeqStatus.FETCHING, SeqStatus.FINISHED}
+        {
+            SeqStatus.PREFILL,
+            SeqStatus.SIBLING,
+            SeqStatus.FETCHING,
+            SeqStatus.MIGRATING,
+            SeqStatus.FINISHED,
+        }
     ),
     SeqStatus.SIBLING: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
     SeqStatus.SWAPPED: frozenset(
-        {SeqStatus.PREFILL, SeqStatus.FETCHING, SeqStatus.WAITING, SeqStatus.FINISHED}
+        {
+            SeqStatus.PREFILL,
+            SeqStatus.FETCHING,
+            SeqStatus.WAITING,
+            SeqStatus.MIGRATING,
+            SeqStatus.FINISHED,
+        }
     ),
     SeqStatus.FETCHING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.PREFILL: frozenset(
         {SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}
     ),
     SeqStatus.DECODE: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
+    SeqStatus.MIGRATING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.FINISHED: frozenset(),
 }
 
@@ -82,8 +97,10 @@ class Sequence:
     num_published_blocks: int = 0
     """How many of its first blocks have been published, or were found."""
     num_computed_tokens: int = 0
-    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. In SWAPPED:
-    tokens whose KV is on host or disk. In WAITING: tokens it had computed when it was preempted."""
+    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. With KV on the
+    host or disk: tokens that are there. In WAITING: those it had computed when it was preempted."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
     is_paced: bool = False

@@ -24,6 +24,9 @@ class WaitingQueue:
         self._seq_id_to_lane: dict[SeqId, _Lane] = {}
         self.num_swapped = 0
         """Sequences that have KV on the host or the disk."""
+        self._seq_id_to_tokens: dict[SeqId, int] = {}
+        self.num_tokens = 0
+        """Known tokens that they have to compute, as far as is known."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -36,7 +39,10 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Add a sequence."""
         num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
-        is_long = 0 < self._threshold < len(seq.token_ids) - num_computed
+        num_tokens = len(seq.token_ids) - num_computed
+        self._seq_id_to_tokens[seq.seq_id] = num_tokens
+        self.num_tokens += num_tokens
+        is_long = 0 < self._threshold < num_tokens
         lane = self._long if is_long else self._short
         self.num_swapped += seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane[seq.seq_id] = lane
@@ -49,10 +55,16 @@ class WaitingQueue:
         if seq.request.deadline is not None:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
+    def expect(self, seq: Sequence, num_cached_tokens: int) -> None:
+        """Note that the prefix cache has so many tokens of a waiting sequence, as things are."""
+        self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
+        self.num_tokens -= num_cached_tokens
+
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out, wherever it is, before its status changes."""
         self.num_swapped -= seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane.pop(seq.seq_id).remove(seq)
+        self.num_tokens -= self._seq_id_to_tokens.pop(seq.seq_id)
         self._deadlines.discard(seq)
         account = seq.place.account
         self._num_waiting[account] -= 1

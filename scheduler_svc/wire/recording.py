@@ -14,12 +14,16 @@ from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core_calls import (
+    BeginExport,
+    BeginImport,
     Call,
     Cancel,
     CancelSource,
     CoreOrigin,
     Defragment,
     End,
+    EndExport,
+    EndImport,
     Entry,
     RecordedPlan,
     RecordedSequence,
@@ -29,6 +33,7 @@ from scheduler_svc.core_calls import (
     tokens_crc,
 )
 from scheduler_svc.wire.frames import CutOff, RecordingError, read_frames
+from scheduler_svc.wire.recorded_moves import move_from_proto, move_to_proto
 
 FORMAT_VERSION: Final = 1
 """Raised with every change that an older reader would misread."""
@@ -85,6 +90,8 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
             entry.cancel_source.source = source
         case Defragment():
             entry.defragment.SetInParent()
+        case BeginExport() | EndExport() | BeginImport() | EndImport():
+            move_to_proto(call, entry, _request_to_proto)
     return entry.SerializeToString()
 
 
@@ -207,6 +214,8 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             call = CancelSource(SourceId(message.cancel_source.source))
         case "defragment":
             call = Defragment()
+        case "begin_export" | "end_export" | "begin_import" | "end_import":
+            call = move_from_proto(message, _request_from_proto)
         case "end":
             return End(message.end.reason)
         case _:

@@ -55,6 +55,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         num_disk_blocks=message.num_disk_blocks,
         disk_bytes_per_s=message.disk_bytes_per_s,
+        dtype=message.dtype,
     )
     for field, value in (
         ("model.max_model_len", info.model.max_model_len),

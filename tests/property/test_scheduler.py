@@ -182,9 +182,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
         elif in_flight == 0:
-            assert not self.oracle.live, (
+            assert not self.must_go_on, (
                 "nothing is in flight, nothing is planned, and not all is done"
             )
+
+    @property
+    def must_go_on(self):
+        """Whether there is something to plan, or to wait for."""
+        return bool(self.oracle.live)
 
     @precondition(lambda self: self.unanswered)
     @rule()

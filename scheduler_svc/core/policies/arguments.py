@@ -1,9 +1,27 @@
 """The arguments of policies: from the text that an operator writes, and their limits."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any, get_type_hints
+
+
+def split_arguments(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Turn "name=value" texts into pairs, in an order that does not depend on the operator's.
+
+    Raises:
+        ValueError: One is not of that form, or a name comes twice.
+    """
+    pairs = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--policy-arg: {text}: must be name=value")
+        pairs.append((name, value))
+    names = [name for name, _ in pairs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"--policy-arg: gives {', '.join(sorted(twice))} twice")
+    return tuple(sorted(pairs))
 
 
 def check_positive(name: str, value: float) -> float:

@@ -5,9 +5,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.v1 import common_pb2, inference_pb2
+from quire.v1 import common_pb2, inference_pb2, kv_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.packing import pack_int32
 
 
 @dataclass
@@ -84,3 +85,35 @@ class FakeInference(InferenceServiceServicer):
             num_slots_written=120,
         )
         return inference_pb2.GetLoadResponse(load=load)
+
+    async def DescribeKv(self, request, context):
+        self.requests.append(request)
+        tier = kv_pb2.TierKv(
+            tier=kv_pb2.KV_TIER_DEVICE,
+            num_blocks=5,
+            num_held=1,
+            num_shared=1,
+            num_cached=1,
+            num_pinned=1,
+            num_blank=1,
+            states=bytes([1, 2, 3, 4, 5]),
+            ref_counts=pack_int32([0, 0, 0, 1, 2]) if request.query.ref_counts else b"",
+        )
+        sequence = kv_pb2.SequenceKv(
+            seq_id=3,
+            request_id="r[1]",
+            status=kv_pb2.SEQUENCE_STATUS_DECODE,
+            num_tokens=9,
+            num_device_blocks=2,
+            device_block_ids=pack_int32([3, 4]) if request.query.block_tables else b"",
+        )
+        worker = kv_pb2.WorkerKv(
+            worker="unix:/w",
+            block_size=4,
+            block_bytes=64,
+            tiers=[tier],
+            sequences=[sequence],
+            num_sequences=2,
+            next_seq_id=8,
+        )
+        return inference_pb2.DescribeKvResponse(workers=[worker])

@@ -4,9 +4,10 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 
+import grpc
 import grpc.aio
 
-from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import common_pb2, kv_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.packing import pack_int32, pack_uint64
 
 STOP = common_pb2.FINISH_REASON_STOP
@@ -58,6 +59,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def GetSchedulerLoad(self, request, context):  # noqa: N802, ARG002
         return scheduler_pb2.GetSchedulerLoadResponse(load=self.load)
+
+    async def DescribeSchedulerKv(self, request, context):  # noqa: N802
+        if request.query.worker == "nowhere":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "worker 'nowhere' is not one of mine")
+        worker = kv_pb2.WorkerKv(worker="w", block_size=request.query.first_block)
+        return scheduler_pb2.DescribeSchedulerKvResponse(workers=[worker])
 
     def _welcome(self):
         model = common_pb2.ModelInfo(

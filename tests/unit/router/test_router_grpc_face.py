@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fake_scheduler import ERROR, LENGTH, MAX_MODEL_LEN, VOCAB_SIZE, FakeScheduler
 
-from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
 from router.app import run_router
 from router.settings import RouterSettings
 from rpc.channel import open_channel
@@ -288,6 +288,17 @@ async def test_an_http_client_is_served_by_the_same_service_and_its_leaving_is_n
             first = (await process.scheduler.submits.get()).first_seq_key
             leaving.cancel()
             assert await process.scheduler.cancels.get() == [first]
+
+
+async def test_kv_is_what_the_scheduler_says(process):
+    query = kv_pb2.KvQuery(first_block=16)
+    response = await process.stub.DescribeKv(inference_pb2.DescribeKvRequest(query=query))
+    assert [(worker.worker, worker.block_size) for worker in response.workers] == [("w", 16)]
+    query = kv_pb2.KvQuery(worker="nowhere")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await process.stub.DescribeKv(inference_pb2.DescribeKvRequest(query=query))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "nowhere" in refused.value.details()
 
 
 async def post_and_answer(process, http, body):

@@ -23,7 +23,7 @@ TABLE = [
     errors.TooBusyError("256 requests wait; at most 256 may", retry_after_s=2.5),
     errors.UnavailableError("draining"),
     errors.DeadlineExceededError("0.1 s have passed"),
-    errors.StaleEpochError("epoch 1 is older than 2"),
+    errors.FailedPreconditionError("epoch 1 is older than 2"),
     errors.UnimplementedError("beam_width is not supported"),
     errors.QuireError("the worker died"),
 ]

@@ -20,13 +20,13 @@ from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.plan import Admitted, Finished, NewSequence, StepPlan
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.holding import HeldRequests
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.placement import WorkerLoad, least_loaded
+from scheduler_svc.placement import Placer
 from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.router_streams import RouterStream, RouterStreams
 from scheduler_svc.session import Session
@@ -37,37 +37,6 @@ from scheduler_svc.space_watch import SpaceWatch
 
 def make_request(source=1, key=0, n=1, **changes):
     return Request(source, key, f"r{key}", np.array([1, 2], np.int32), n, 5, b"", **changes)
-
-
-class TestPlacement:
-    def test_fewest_sequences_waiting_or_running(self):
-        loads = [WorkerLoad(5, 1, 10, 50), WorkerLoad(1, 4, 10, 50), WorkerLoad(6, 0, 10, 50)]
-        assert least_loaded(loads, 1, 50, can_refuse=True) == 1
-
-    def test_first_of_equals(self):
-        loads = [WorkerLoad(2, 2, 10, 50), WorkerLoad(4, 0, 10, 50)]
-        assert least_loaded(loads, 1, 50, can_refuse=True) == 0
-
-    def test_full_queue_is_passed_over(self):
-        loads = [WorkerLoad(0, 9, 10, 50), WorkerLoad(64, 8, 10, 50)]
-        assert least_loaded(loads, 2, 50, can_refuse=True) == 1
-
-    def test_no_room_anywhere(self):
-        assert least_loaded([WorkerLoad(0, 9, 10, 50)], 2, 50, can_refuse=True) is None
-
-    def test_accepted_request_goes_where_there_is_no_room(self):
-        loads = [WorkerLoad(0, 12, 10, 50), WorkerLoad(0, 10, 10, 50)]
-        assert least_loaded(loads, 2, 50, can_refuse=False) == 1
-
-    @pytest.mark.parametrize("can_refuse", [False, True])
-    def test_worker_that_takes_no_such_length_is_passed_over(self, can_refuse):
-        loads = [WorkerLoad(0, 0, 10, 50), WorkerLoad(9, 0, 10, 51)]
-        assert least_loaded(loads, 1, 51, can_refuse=can_refuse) == 1
-        assert least_loaded(loads, 1, 50, can_refuse=can_refuse) == 0
-
-    def test_request_too_long_for_all_goes_where_the_limit_is_highest(self):
-        loads = [WorkerLoad(0, 0, 10, 50), WorkerLoad(9, 0, 10, 51), WorkerLoad(0, 0, 10, 9)]
-        assert least_loaded(loads, 1, 99, can_refuse=True) == 1
 
 
 class FakeLink:
@@ -83,7 +52,7 @@ def make_session(spans):
     )
     return Session(
         FakeLink(),
-        Scheduler(config),
+        Replica(config),
         wake=asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
@@ -443,6 +412,7 @@ def test_step_that_nobody_gives_up_is_a_liveness_failure(age_s, is_stalled):
         health=Health(),
         max_waiting=1,
         step_timeout_s=60.0,
+        placer=Placer(),
     )
     session = SimpleNamespace(oldest_step_age_s=lambda: age_s)
     fleet._engines = (

@@ -7,7 +7,7 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import num_live, running_scheduler, wait_until_not_ready
 
-from quire.v1 import common_pb2, scheduler_pb2
+from quire.v1 import common_pb2, kv_pb2, scheduler_pb2
 from rpc.packing import pack_int32
 
 pytestmark = pytest.mark.timeout(20)
@@ -488,3 +488,70 @@ async def test_the_policy_decides_who_is_next(folder, connect):
         await router.read_until_finished(0, 1, 2)
         assert list(router.admitted) == [0, 2, 1]
     await small.die()
+
+
+async def describe_kv(router, **query):
+    request = scheduler_pb2.DescribeSchedulerKvRequest(query=kv_pb2.KvQuery(**query))
+    return (await router.stub.DescribeSchedulerKv(request)).workers
+
+
+async def test_kv_is_described_worker_by_worker(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target, f"unix:{folder}/gone"]) as scheduler:
+        router = await connect(scheduler.target)
+        worker.pause()
+        await router.submit(7, [1, 2, 3, 4, 5], n=2)
+        await worker.wait_for_batches(1)
+        (described,) = await describe_kv(router, block_tables=True)
+        assert described.worker == worker.target
+        assert [seq.request_id for seq in described.sequences] == ["request-7"] * 2
+        (tier,) = described.tiers
+        assert tier.tier == kv_pb2.KV_TIER_DEVICE
+        assert len(tier.states) == tier.num_blocks == 256
+        assert tier.num_held + tier.num_shared >= 2
+        worker.resume()
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "words"),
+    [
+        ({"worker": "nowhere"}, "NOT_FOUND", "'nowhere' is not one of this scheduler's"),
+        ({"worker": "gone"}, "UNAVAILABLE", "is not attached"),
+        ({"max_sequences": 1025}, "INVALID_ARGUMENT", "query.max_sequences is 1025"),
+        ({"max_blocks": 65_537}, "INVALID_ARGUMENT", "query.max_blocks is 65537"),
+    ],
+)
+async def test_kv_query_that_cannot_be_answered_is_refused(
+    folder, worker, connect, query, code, words
+):
+    gone = f"unix:{folder}/gone"
+    query = {**query, "worker": gone} if query.get("worker") == "gone" else query
+    async with running_scheduler(folder, [worker.target, gone]) as scheduler:
+        router = await connect(scheduler.target)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await describe_kv(router, **query)
+        assert refused.value.code().name == code
+        assert words in refused.value.details()
+
+
+async def test_request_cannot_move_where_there_is_no_host_memory(folder, worker, connect):
+    other = await FakeWorker(f"unix:{folder}/w2").start()
+    async with running_scheduler(folder, [worker.target, other.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        for each in (worker, other):
+            each.pause()
+        await router.submit(7, [1, 2, 3])
+        await router.wait_for_load(lambda load: load.num_requests_running == 1)
+        workers = await describe_kv(router)
+        target = next(each.worker for each in workers if not each.sequences)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.stub.Migrate(
+                scheduler_pb2.MigrateRequest(request_id="request-7", worker=target)
+            )
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "no host tier" in refused.value.details()
+        for each in (worker, other):
+            each.resume()
+        await router.read_until_finished(7)
+        assert router.tokens[7] == expected_tokens([1, 2, 3], 8)
+    await other.die()

@@ -1,0 +1,57 @@
+"""`quire migrate`: moves a live request with its KV to another worker."""
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import grpc
+
+from quire.cli.command_error import CommandError
+from quire.cli.service_dir import running_services
+from quire.cli.settings import MigrateSettings
+from quire.cli.target import connection_errors
+from quire.v1 import scheduler_pb2
+from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from rpc.settings import parse_settings
+from rpc.status import status_to_error
+from rpc.transport import channel_options
+
+_MAX_MESSAGE_MB: Final = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire migrate`; give the exit code."""
+    settings = parse_settings(MigrateSettings, "quire migrate", argv)
+    target = settings.scheduler or _find_scheduler()
+    with connection_errors(target):
+        moved = _migrate(target, settings.request_id, settings.to)
+    if moved.was_there:
+        print(f"{settings.request_id} is at {settings.to} already")
+    elif not moved.num_sequences:
+        print(f"{settings.request_id} ended on the way from {moved.from_worker}")
+    else:
+        print(
+            f"{settings.request_id} has moved from {moved.from_worker} to {settings.to}: "
+            f"{moved.num_sequences} sequence{'s' * (moved.num_sequences != 1)}, "
+            f"{moved.num_blocks} KV blocks"
+        )
+    return 0
+
+
+def _migrate(target: str, request_id: str, worker: str) -> scheduler_pb2.MigrateResponse:
+    request = scheduler_pb2.MigrateRequest(request_id=request_id, worker=worker)
+    with grpc.insecure_channel(target, options=channel_options(_MAX_MESSAGE_MB)) as channel:
+        stub = SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            response: scheduler_pb2.MigrateResponse = stub.Migrate(request)
+        except grpc.RpcError as error:
+            raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None
+    return response
+
+
+def _find_scheduler() -> str:
+    services = [service for service in running_services() if service.scheduler_target]
+    if len(services) != 1:
+        raise CommandError(
+            f"--scheduler: is not given, and {len(services)} services of yours run on this machine"
+        )
+    return services[0].scheduler_target

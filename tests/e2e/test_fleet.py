@@ -1,0 +1,267 @@
+"""Two workers under one scheduler: who holds what, and requests that move with their KV."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire.client import Client
+from quire.kv_types import KvBlockState, KvTier, SequenceStatus
+from quire.v1 import scheduler_pb2
+from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from tests.e2e.child import START_S, Child, eventually
+from tests.e2e.generation import Result, generate_request, read
+from tests.e2e.service import Service
+
+PROMPT = [5 + i % 490 for i in range(100)]
+NUM_TOKENS = 600
+HOST = "--host-kv-memory-gb=0.05"
+
+
+class TwoWorkers(Service):
+    """A service with a second worker beside the first."""
+
+    def __init__(self, directory: Path, model: Path, *, worker: tuple[str, ...], scheduler=()):
+        uds = {name: directory / f"{name}.sock" for name in ("worker", "other")}
+        self.targets = tuple(f"unix:{path}" for path in uds.values())
+        flags = [*scheduler, f"--workers={','.join(self.targets)}"]
+        super().__init__(directory, model, worker=worker, scheduler=flags)
+        self._flags["scheduler"] = [
+            flag for flag in self._flags["scheduler"] if flag != f"--workers={self.targets[0]}"
+        ]
+        first = self._flags["worker"]
+        self._other_flags = [f"--uds={uds['other']}", *first[1:], "--worker-id=other"]
+        self.other = Child("gpu_worker", directory / "other.log", {})
+
+    def start_worker(self) -> None:
+        super().start_worker()
+        self.other.start(self._other_flags)
+
+    @property
+    def _children(self):
+        return (*super()._children, self.other)
+
+    def wait_until_both_are_attached(self) -> None:
+        eventually(
+            lambda: self.load().num_workers == 2 or None, "both workers are attached", START_S
+        )
+
+    @contextlib.contextmanager
+    def scheduler_stub(self) -> Iterator[SchedulerServiceStub]:
+        with grpc.insecure_channel(f"unix:{self.uds['scheduler']}") as channel:
+            yield SchedulerServiceStub(channel)
+
+    def migrate(self, request_id: str, worker: str) -> scheduler_pb2.MigrateResponse:
+        with self.scheduler_stub() as stub:
+            return stub.Migrate(
+                scheduler_pb2.MigrateRequest(request_id=request_id, worker=worker), timeout=30
+            )
+
+    def kv(self, worker: str, **query):
+        with Client(self.target) as client:
+            (described,) = client.describe_kv(worker=worker, timeout_s=10, **query)
+        return described
+
+    def where_is(self, request_id: str) -> str | None:
+        """The worker at which a request runs."""
+        for target in self.targets:
+            if any(seq.request_id == request_id for seq in self.kv(target).sequences):
+                return target
+        return None
+
+    def other_than(self, target: str) -> str:
+        return next(other for other in self.targets if other != target)
+
+    def child(self, target: str) -> Child:
+        return self.worker if target == self.targets[0] else self.other
+
+
+@pytest.fixture(scope="module")
+def fleet(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
+    with TwoWorkers(run_dir(), long_llama, worker=("--num-blocks=256", HOST)) as service:
+        service.wait_until_both_are_attached()
+        yield service
+
+
+def long_request(
+    request_id: str, n: int = 1, prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS
+):
+    request = generate_request(
+        prompt, n=n, max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=7
+    )
+    request.request_id = request_id
+    return request
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: TwoWorkers) -> list[list[int]]:
+    """What two outputs are if nothing moves them."""
+    return read(fleet.stub.Generate(long_request("unmoved", n=2))).outputs
+
+
+class Stream:
+    """A generation that a test follows."""
+
+    def __init__(self, service: Service, request) -> None:
+        self._events = service.stub.Generate(request)
+        self.result = Result()
+
+    def read_until(self, num_tokens: int) -> None:
+        for event in self._events:
+            self.result.add(event)
+            if len(self.result.token_ids.get(0, ())) >= num_tokens:
+                return
+        raise AssertionError("it ended early")
+
+    def read_to_end(self) -> list[list[int]]:
+        for event in self._events:
+            self.result.add(event)
+        return self.result.outputs
+
+
+def wait_until_free(service: TwoWorkers, target: str) -> None:
+    def free() -> bool | None:
+        tiers = service.kv(target).tiers
+        return all(t.num_held == t.num_shared == 0 for t in tiers) or None
+
+    eventually(free, f"{target} holds no block")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_request_that_moves_goes_on_bit_for_bit(fleet, expected, n):
+    before = fleet.metrics(fleet.scheduler)
+    request_id = f"moved-{n}"
+    stream = Stream(fleet, long_request(request_id, n))
+    stream.read_until(50)
+    source = fleet.where_is(request_id)
+    target = fleet.other_than(source)
+    moved = fleet.migrate(request_id, target)
+    assert moved.from_worker == source
+    assert moved.num_sequences == n
+    assert moved.num_blocks >= n * (len(PROMPT) + 50) // 16
+    assert fleet.where_is(request_id) == target
+    wait_until_free(fleet, source)
+    assert fleet.migrate(request_id, target).was_there
+    assert stream.read_to_end() == expected[:n]
+    after = fleet.metrics(fleet.scheduler)
+    assert after["quire_recomputed_tokens_total"] == before["quire_recomputed_tokens_total"]
+    assert after["quire_migrations_total"] == before.get("quire_migrations_total", 0) + 1
+    wait_until_free(fleet, target)
+
+
+def test_request_may_move_there_and_back_again(fleet, expected):
+    stream = Stream(fleet, long_request("wanderer"))
+    for num_tokens in (20, 60, 100, 140):
+        stream.read_until(num_tokens)
+        fleet.migrate("wanderer", fleet.other_than(fleet.where_is("wanderer")))
+    assert stream.read_to_end() == expected[:1]
+
+
+def test_what_cannot_be_moved_is_refused_by_name(fleet):
+    with pytest.raises(grpc.RpcError) as refused:
+        fleet.migrate("nobody", fleet.targets[0])
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "nobody" in refused.value.details()
+    with pytest.raises(grpc.RpcError) as refused:
+        fleet.migrate("nobody", "unix:/nowhere")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "/nowhere" in refused.value.details()
+
+
+def test_two_requests_with_one_prefix_share_its_blocks(fleet):
+    fleet.wait_until_idle()
+    prompt = PROMPT[::-1]  # no other test has left it in a cache
+    streams = [Stream(fleet, long_request("twin-0", prompt=prompt))]
+    streams[0].read_until(5)
+    worker = fleet.where_is("twin-0")
+    streams.append(Stream(fleet, long_request("twin-1", prompt=prompt)))
+    streams[1].read_until(5)
+    assert fleet.where_is("twin-1") == worker, "it goes where its prompt is cached"
+    kv = fleet.kv(worker, block_tables=True, ref_counts=True)
+    twins = {seq.request_id: seq for seq in kv.sequences}
+    first, second = twins["twin-0"], twins["twin-1"]
+    assert first.status is second.status is SequenceStatus.DECODE
+    num_shared = len(PROMPT) // 16
+    assert second.num_cached_tokens == num_shared * 16
+    assert first.num_shared_blocks == second.num_shared_blocks >= num_shared
+    shared = first.device_block_ids[:num_shared]
+    assert second.device_block_ids[:num_shared] == shared
+    device, host = kv.tiers
+    assert (device.tier, host.tier) == (KvTier.DEVICE, KvTier.HOST)
+    assert {device.states[block] for block in shared} == {KvBlockState.SHARED}
+    assert {device.ref_counts[block] for block in shared} == {2}
+    assert len(device.states) == device.num_blocks == 256
+    assert device.num_shared >= num_shared
+    for stream in streams:
+        stream._events.cancel()
+    fleet.wait_until_idle()
+
+
+def test_source_that_dies_during_a_move_loses_nothing(
+    long_llama: Path, run_dir: Callable[[], Path], expected
+):
+    with TwoWorkers(run_dir(), long_llama, worker=("--num-blocks=256", HOST)) as service:
+        service.wait_until_both_are_attached()
+        stream = Stream(service, long_request("survivor", n=2))
+        stream.read_until(50)
+        source = service.where_is("survivor")
+        target = service.other_than(source)
+
+        def is_moving() -> bool | None:
+            statuses = {seq.status for seq in service.kv(source).sequences}
+            return statuses == {SequenceStatus.MIGRATING} or None
+
+        service.child(source).signal(signal.SIGSTOP)  # its swap-out is never answered
+        with ThreadPoolExecutor(1) as threads:
+            moving = threads.submit(service.migrate, "survivor", target)
+            eventually(is_moving, "it is being moved")
+            service.child(source).kill()
+            error = moving.exception(timeout=30)
+        assert isinstance(error, grpc.RpcError)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert stream.read_to_end() == expected
+        eventually(lambda: service.load().num_requests_running == 0 or None, "it has ended")
+        kv = service.kv(target)
+        assert all(tier.num_held == tier.num_shared == 0 for tier in kv.tiers)
+
+
+def test_worker_without_host_memory_takes_nothing(long_llama, run_dir):
+    with TwoWorkers(run_dir(), long_llama, worker=("--num-blocks=128",)) as service:
+        service.wait_until_both_are_attached()
+        stream = Stream(service, long_request("stays"))
+        stream.read_until(3)
+        target = service.other_than(service.where_is("stays"))
+        with pytest.raises(grpc.RpcError) as refused:
+            service.migrate("stays", target)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "--host-kv-memory-gb" in refused.value.details()
+        stream._events.cancel()
+        service.wait_until_idle()
+
+
+def test_swapped_sequences_go_where_there_is_room(fleet, long_llama, run_dir):
+    """Two long requests come to one worker, and one of them must wait; the other worker is idle."""
+    prompts = [[5 + i * k % 490 for i in range(100)] for k in (3, 7)]
+    requests = [long_request(f"long-{k}", 1, prompts[k], num_tokens=2400) for k in range(2)]
+    expected = [read(fleet.stub.Generate(request)).outputs for request in requests]
+    worker = ("--num-blocks=160", HOST)  # one has 157 at its end
+    scheduler = ("--preemption-mode=swap", "--placement=round-robin")
+    with TwoWorkers(run_dir(), long_llama, worker=worker, scheduler=scheduler) as service:
+        service.wait_until_both_are_attached()
+        first = Stream(service, requests[0])
+        first.read_until(1)
+        read(service.stub.Generate(generate_request([5, 6], max_tokens=1)))
+        second = Stream(service, requests[1])
+        second.read_until(1)
+        assert service.where_is("long-0") == service.where_is("long-1")
+        assert [first.read_to_end(), second.read_to_end()] == expected
+        metrics = service.metrics(service.scheduler)
+        assert metrics["quire_num_preemptions_total"] > 0
+        assert metrics["quire_migrations_total"] > 0
+        assert metrics["quire_recomputed_tokens_total"] == 0
+        load = service.wait_until_idle()
+        assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks

@@ -1,0 +1,105 @@
+"""Requests that move with their KV, while everything else goes on: nothing is lost, or comes twice.
+
+One core gives to itself: it is in both roles at once, and all its other histories go on beside.
+"""
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from scheduler_svc.core.errors import MigrationRefusedError
+from scheduler_svc.core.migration import Export, Import
+from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.sequence import SeqStatus
+from tests.property.disk import BROKEN
+from tests.property.test_scheduler import SchedulerMachine
+
+
+@dataclass
+class Move:
+    export: Export
+    room: Import
+    has_contents: bool = False
+
+
+class MigrationMachine(SchedulerMachine):
+    def start_core(self):
+        self.config = replace(self.config, num_host_blocks=self.config.num_host_blocks + 8)
+        super().start_core()
+        self.core = Replica(self.config)
+        self.moves: list[Move] = []
+
+    @property
+    def must_go_on(self):
+        return any(seq.status is not SeqStatus.MIGRATING for seq in self.core._live)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def begin_move(self, data):
+        request = self.oracle.live[data.draw(st.sampled_from(sorted(self.oracle.live)))].request
+        try:
+            export = self.core.begin_export(request.source, request.first_seq_key)
+        except MigrationRefusedError:
+            return
+        try:
+            room = self.core.begin_import(export.moved)
+        except MigrationRefusedError:
+            assert self.core.end_export(export.export_id, leaves=False)
+            return
+        self.moves.append(Move(export, room))
+
+    @precondition(lambda self: self.moves)
+    @rule()
+    def copy_contents(self):
+        """As soon as both sides say so, and not before: until then anything may be there."""
+        answered = self.core._steps.last - self.core.num_steps_in_flight
+        for move in self.moves:
+            if max(move.export.ready_step, move.room.ready_step) > answered:
+                continue
+            sources, targets = move.export.moved.host_block_ids, move.room.host_block_ids
+            contents = [self.worker.host[source] for source in sources]
+            if any(BROKEN in content for content in contents):
+                continue
+            self.worker.host.update(zip(targets, contents, strict=True))
+            move.has_contents = True
+
+    @precondition(lambda self: any(move.has_contents for move in self.moves))
+    @rule()
+    def arrive(self):
+        move = next(move for move in self.moves if move.has_contents)
+        self.moves.remove(move)
+        indices = self.core.end_export(move.export.export_id, leaves=True)
+        self.core.end_import(move.room.import_id, indices)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def move_at_once(self, data):
+        num_moves = len(self.moves)
+        self.begin_move(data)
+        if len(self.moves) == num_moves:
+            return
+        move = self.moves[-1]
+        for _ in range(8):
+            self.copy_contents()
+            if move.has_contents:
+                self.moves.remove(move)
+                self.moves.insert(0, move)
+                self.arrive()
+                return
+            self.run(1)
+
+    @precondition(lambda self: self.moves)
+    @rule()
+    def abandon(self):
+        move = self.moves.pop()
+        self.core.end_export(move.export.export_id, leaves=False)
+        self.core.end_import(move.room.import_id, ())
+
+    def teardown(self):
+        while getattr(self, "moves", None):
+            self.abandon()
+        super().teardown()
+
+
+TestMigration = MigrationMachine.TestCase

@@ -1,0 +1,213 @@
+"""Host blocks that go from one worker to another."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker import kv_exchange
+from gpu_worker.host_pool import HostPool
+from gpu_worker.server import WorkerService
+from gpu_worker.step import Limits
+from gpu_worker.step_loop import StepLoop
+from gpu_worker.worker_info import WorkerInfo
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.channel import open_channel
+from rpc.packing import pack_int32
+from rpc.status import ErrorInterceptor
+
+NUM_BLOCKS, BLOCK_BYTES = 12, 64
+LIMITS = Limits(2, 32, 16, 4, 4, 97, num_host_blocks=NUM_BLOCKS)
+
+
+def blocks(*ids):
+    return np.array(ids, np.int32)
+
+
+def make_pool(seed, *, has_checksums=False):
+    """A host pool with something in each block."""
+    device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
+    pool = HostPool(device, NUM_BLOCKS, has_checksums=has_checksums)
+    content = np.random.default_rng(seed).integers(0, 256, NUM_BLOCKS * BLOCK_BYTES, np.uint8)
+    pool.write(np.arange(NUM_BLOCKS, dtype=np.int32), content.tobytes())
+    return pool
+
+
+class Steps:
+    """What a worker's server has its host blocks from."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.damage = None
+
+    async def attach(self, attachment):
+        pass
+
+    async def read_host_blocks(self, block_ids):
+        return self.pool.read(block_ids)
+
+    async def write_host_blocks(self, block_ids, content):
+        self.pool.write(block_ids, content)
+
+
+@contextlib.asynccontextmanager
+async def serving(path, pool, dtype="float32"):
+    service = WorkerService()
+    service.open(WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype), Steps(pool))
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    service.service().add(server)
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    async with open_channel(f"unix:{path}") as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await stub.Attach(worker_pb2.AttachRequest(epoch=3))
+        yield SimpleNamespace(stub=stub, pool=pool, target=f"unix:{path}")
+    await server.stop(0)
+
+
+@pytest.fixture
+async def source(tmp_path):
+    async with serving(tmp_path / "source", make_pool(1)) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def target(tmp_path):
+    async with serving(tmp_path / "target", make_pool(2)) as worker:
+        yield worker
+
+
+async def pull(target, source, sources, targets, epoch=3):
+    await target.stub.PullKv(
+        worker_pb2.PullKvRequest(
+            epoch=epoch,
+            source_target=source.target,
+            source_host_block_ids=pack_int32(sources),
+            host_block_ids=pack_int32(targets),
+        )
+    )
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3 * BLOCK_BYTES, 1 << 20])
+async def test_blocks_arrive_where_they_should_and_nowhere_else(
+    source, target, monkeypatch, piece_bytes
+):
+    monkeypatch.setattr(kv_exchange, "_PIECE_BYTES", piece_bytes)
+    others = target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10))
+    await pull(target, source, [4, 2, 7, 7, 0], [9, 3, 11, 5, 4])
+    assert target.pool.read(blocks(9, 3, 11, 5, 4)) == source.pool.read(blocks(4, 2, 7, 7, 0))
+    assert target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10)) == others
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "epoch", "code", "words"),
+    [
+        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids has 12"),
+        ([0, 1], [5, 5], 3, "INVALID_ARGUMENT", "has 5 twice"),
+        ([0, 1], [5], 3, "INVALID_ARGUMENT", "it must have one for each of source_host_block_ids"),
+        ([0], [0], 2, "FAILED_PRECONDITION", "epoch is 2"),
+        ([0], [0], 4, "INVALID_ARGUMENT", "4, which has not attached"),
+        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids has 12"),
+    ],
+)
+async def test_wrong_requests_are_refused_by_name(
+    source, target, sources, targets, epoch, code, words
+):
+    before = target.pool.read(np.arange(NUM_BLOCKS))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, source, sources, targets, epoch)
+    assert refused.value.code().name == code
+    assert words in refused.value.details()
+    assert target.pool.read(np.arange(NUM_BLOCKS)) == before
+
+
+async def test_worker_with_other_kv_is_refused(target, tmp_path):
+    async with serving(tmp_path / "other", make_pool(1), dtype="bfloat16") as source:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pull(target, source, [0], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "FAILED_PRECONDITION" in refused.value.details()
+    assert "float32, codec none, 4 tokens" in refused.value.details()
+
+
+async def test_source_that_is_not_there_is_named(target, tmp_path):
+    gone = SimpleNamespace(target=f"unix:{tmp_path}/gone")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, gone, [0], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "gone" in refused.value.details()
+
+
+class BadSource(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    async def ReadKv(self, request, context):  # noqa: N802, ARG002
+        for piece in self.pieces:
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([], "gave 0 blocks of 2"),
+        ([worker_pb2.ReadKvResponse(content=bytes(64), crc32=1)], "damaged on the way"),
+        ([worker_pb2.ReadKvResponse(content=bytes(65))], "65 bytes; it must be whole blocks"),
+        (
+            [worker_pb2.ReadKvResponse(content=bytes(192))],
+            "192 bytes; it must be whole",
+        ),
+    ],
+)
+async def test_source_that_gives_something_else_is_not_believed(target, tmp_path, pieces, words):
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(*pieces), server)
+    server.add_insecure_port(f"unix:{tmp_path}/bad")
+    await server.start()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, SimpleNamespace(target=f"unix:{tmp_path}/bad"), [0, 1], [0, 1])
+    assert words in refused.value.details()
+    await server.stop(0)
+
+
+def test_block_that_has_changed_is_not_read():
+    pool = make_pool(1, has_checksums=True)
+    assert pool.read(blocks(3, 5)) is not None
+    pool._host_blocks[5, 7] ^= 1
+    assert pool.read(blocks(3)) is not None
+    assert pool.read(blocks(3, 5)) is None
+    pool.write(blocks(5), bytes(BLOCK_BYTES))
+    assert pool.read(blocks(5)) == bytes(BLOCK_BYTES)
+
+
+class IdleExecutor:
+    max_in_flight = 1
+
+    def __init__(self, host_pool):
+        self.host_pool = host_pool
+
+    def bind_thread(self):
+        pass
+
+
+async def test_step_loop_reads_and_writes_between_steps():
+    pool = make_pool(1, has_checksums=True)
+    steps = StepLoop(IdleExecutor(pool), asyncio.get_running_loop())
+    await steps.write_host_blocks(blocks(2), bytes(BLOCK_BYTES))
+    assert await steps.read_host_blocks(blocks(2)) == bytes(BLOCK_BYTES)
+    pool._host_blocks[2, 0] = 1
+    with pytest.raises(Exception, match="has changed since"):
+        await steps.read_host_blocks(blocks(2))
+    await steps.stop()
+
+
+async def test_worker_without_host_blocks_says_so():
+    steps = StepLoop(IdleExecutor(None), asyncio.get_running_loop())
+    with pytest.raises(Exception, match="--host-kv-memory-gb"):
+        await steps.read_host_blocks(blocks(0))
+    await steps.stop()

@@ -1,0 +1,130 @@
+"""Who holds what: an example with every kind of block."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import describe as module
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.describe import BlockState, Query, Tier, describe
+from scheduler_svc.core.request import Request, SeqKey
+from scheduler_svc.core.sequence import SeqStatus
+from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, schedule, submit
+from tests.unit.scheduler_svc.core.test_replica import make_replica
+
+BLANK, CACHED, HELD, SHARED = (
+    BlockState.BLANK,
+    BlockState.CACHED,
+    BlockState.HELD,
+    BlockState.SHARED,
+)
+
+
+@pytest.fixture
+def core():
+    """Sequence 1 has ended; 2 and 3 share a block; 4 is on the host."""
+    core = make_replica(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
+    submit(core, 1, [1] * 5, max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 2, [2, 2, 2, 2, 3])
+    answer(core, schedule(core), 0)
+    submit(core, 3, [2, 2, 2, 2, 4, 5])
+    submit(core, 4, [9] * 4)
+    answer(core, schedule(core), 0, 1, 2)
+    core._preempt(next(seq for seq in core._live if seq.seq_id == 4))
+    return core
+
+
+def test_every_block_is_counted_once(core):
+    device, host = describe(core, Query(with_ref_counts=True)).tiers
+    assert (device.tier, host.tier) == (Tier.DEVICE, Tier.HOST)
+    states = [BlockState(state) for state in device.states]
+    assert states[0] is CACHED
+    assert states.count(SHARED) == 1
+    assert states.count(HELD) == 3 - 1  # the second block of each
+    assert states.count(CACHED) == 2  # of sequences 1 and 4
+    assert states.count(BLANK) == 4
+    assert {state: count for state, count in device.state_to_num_blocks.items() if count} == {
+        state: states.count(state) for state in (BLANK, CACHED, HELD, SHARED)
+    }
+    counts = device.ref_counts.tolist()
+    assert [count > 1 for count in counts] == [state is SHARED for state in states]
+    assert [BlockState(state) for state in host.states[:2]] == [HELD, BLANK]
+    assert host.state_to_num_blocks[HELD] == 1
+
+
+def test_sequences(core):
+    first, second, third = describe(core, Query(with_block_tables=True)).sequences
+    assert (first.seq_id, first.request_id, first.status) == (2, "request-2", SeqStatus.DECODE)
+    assert (first.num_tokens, first.num_prompt_tokens, first.num_computed_tokens) == (7, 5, 6)
+    assert (first.num_device_blocks, first.num_shared_blocks) == (2, 1)
+    assert second.num_cached_tokens == 4
+    assert first.device_block_ids[0] == second.device_block_ids[0]
+    assert first.device_block_ids[1] != second.device_block_ids[1]
+    assert third.status is SeqStatus.SWAPPED
+    assert (third.num_device_blocks, third.num_host_blocks) == (0, 1)
+    assert (third.num_tokens, third.num_computed_tokens) == (5, 4)
+    assert third.host_block_ids.tolist() == [0]
+
+
+def test_tables_and_counts_come_only_if_asked_for(core):
+    description = describe(core, Query())
+    assert not any(len(seq.device_block_ids) for seq in description.sequences)
+    assert not any(len(tier.ref_counts) for tier in description.tiers)
+
+
+def test_sequences_come_in_pages(core):
+    page = describe(core, Query(max_sequences=2))
+    assert [seq.seq_id for seq in page.sequences] == [2, 3]
+    assert (page.num_sequences, page.next_seq_id) == (3, 4)
+    page = describe(core, Query(first_seq_id=4, max_sequences=2))
+    assert [seq.seq_id for seq in page.sequences] == [4]
+    assert page.next_seq_id is None
+
+
+def test_long_tables_end_a_page(core, monkeypatch):
+    monkeypatch.setattr(module, "MAX_TABLE_BLOCKS", 3)
+    page = describe(core, Query(with_block_tables=True))
+    assert [seq.seq_id for seq in page.sequences] == [2]
+    assert page.next_seq_id == 3
+    assert len(describe(core, Query()).sequences) == 3
+
+
+def test_blocks_come_in_pages(core):
+    whole = describe(core, Query()).tiers[0].states
+    device, host = describe(core, Query(first_block=4, max_blocks=3)).tiers
+    assert device.states.tolist() == whole[4:7].tolist()
+    assert device.next_block == host.next_block == 7
+    device, host = describe(core, Query(first_block=7, max_blocks=3)).tiers
+    assert len(device.states) == 2
+    assert len(host.states) == 1
+    assert device.next_block is host.next_block is None
+
+
+@pytest.mark.parametrize("query", [Query(max_sequences=1025), Query(max_blocks=65_537)])
+def test_more_than_the_limit_is_refused(core, query):
+    with pytest.raises(ValueError, match="must be in"):
+        describe(core, query)
+
+
+def test_core_without_host_blocks_has_one_tier():
+    (device,) = describe(make_replica(num_host_blocks=0), Query()).tiers
+    assert device.state_to_num_blocks[BLANK] == 16
+
+
+def test_pinned_block_is_told_from_a_held_one():
+    core = make_replica()
+    request = Request(
+        *(ROUTER, SeqKey(1), "r", np.arange(9, dtype=np.int32), 1, 2, b""), cache_pin_s=60.0
+    )
+    core.submit(request, 0.0)
+    answer(core, schedule(core), 0)
+    running = describe(core, Query(with_ref_counts=True))
+    assert running.tiers[0].state_to_num_blocks[BlockState.PINNED] == 0
+    assert running.tiers[0].ref_counts.tolist()[:3] == [1, 1, 1], "pins do not count"
+    assert running.sequences[0].num_shared_blocks == 0
+    core.cancel(ROUTER, [1])
+    (device, _) = describe(core, Query()).tiers
+    assert [BlockState(state) for state in device.states[:3]] == [
+        *(BlockState.PINNED, BlockState.PINNED),
+        BLANK,
+    ]
