@@ -1,4 +1,4 @@
-"""Runs the Triton launcher for CUDA tensors and the plain-torch twin for all others."""
+"""Runs the Triton launcher on a GPU, native code on a CPU, and the plain-torch twin elsewhere."""
 
 import functools
 import importlib
@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Final, ParamSpec, TypeVar
 
 from kernels import reference
+from kernels.cpu import ops as native
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,12 +20,15 @@ def _launchers() -> ModuleType:
 
 
 def _by_device(twin: Callable[P, R]) -> Callable[P, R]:
-    """Return `twin`, except that a first argument on a GPU goes to the launcher of its name."""
+    """Return `twin`, except for a first argument on a GPU or a CPU: what has its name there."""
+    on_cpu: Callable[P, R] = getattr(native, twin.__name__)
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0] if args else next(iter(kwargs.values()))
-        if not first.is_cuda:  # type: ignore[attr-defined]  # every op takes a tensor first
+        if first.is_cpu:  # type: ignore[attr-defined]  # every op takes a tensor first
+            return on_cpu(*args, **kwargs)
+        if not first.is_cuda:  # type: ignore[attr-defined]
             return twin(*args, **kwargs)
         launcher: Callable[P, R] = getattr(_launchers(), twin.__name__)
         return launcher(*args, **kwargs)

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
+from kernels.cpu import linear as native
+
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
 
@@ -22,13 +24,16 @@ So that a sequence's tokens do not depend on its company, such a row is then com
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The map `x @ weight.T + bias` in the fastest form that the device has.
 
-    On a CPU the weight is laid out for oneDNN once, here, instead of in every call: about twice as
-    fast for few rows, and a row's result does not depend on how many rows come with it.
+    On a CPU the weight is laid out once, here, instead of in every call: for our own kernel where
+    the CPU has what it needs, else for oneDNN. Few rows then take the time of reading the weight,
+    and a row's result does not depend on how many rows come with it.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.
         bias: `[N]` of the weight's dtype.
     """
+    if native.can_pack(weight):
+        return native.pack(weight, bias)
     if not _can_pack(weight):
         return lambda x: functional.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)  # noqa: SLF001  no public name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import ops, reference, triton_ops
+from kernels.cpu import ops as native
 from tests.kernels.tensors import make_paged
 from tests.kernels.tolerance import assert_close
 
@@ -13,6 +14,7 @@ NAMES = reference.__all__
 
 
 class OnGpu:
+    is_cpu = False
     is_cuda = True
 
 
@@ -24,11 +26,12 @@ def parameters(function):
 def test_launcher_twin_and_op_have_one_signature(name):
     twin = getattr(reference, name)
     assert parameters(getattr(triton_ops, name)) == parameters(twin)
+    assert parameters(getattr(native, name))[: len(parameters(twin))] == parameters(twin)
     assert parameters(getattr(ops, name)) == parameters(twin)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_tensor_goes_to_the_launcher_and_any_other_to_the_twin(name, monkeypatch):
+def test_a_gpu_tensor_goes_to_the_launcher(name, monkeypatch):
     monkeypatch.setattr(triton_ops, name, lambda *args, **kwargs: ("launcher", args, kwargs))
     on_gpu = OnGpu()
     assert getattr(ops, name)(on_gpu, 2) == ("launcher", (on_gpu, 2), {})
@@ -36,9 +39,13 @@ def test_a_gpu_tensor_goes_to_the_launcher_and_any_other_to_the_twin(name, monke
     assert getattr(ops, name).__wrapped__ is getattr(reference, name)
 
 
-def test_an_op_on_cpu_tensors_gives_the_twin_s_result():
+def test_an_op_on_cpu_tensors_is_the_native_one():
     gate_up = torch.randn(2, 6)
-    assert torch.equal(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert torch.equal(ops.silu_mul(gate_up), native.silu_mul(gate_up))
+
+
+def test_an_op_on_any_other_device_is_the_twin():
+    assert ops.silu_mul(torch.randn(2, 6, device="meta")).is_meta
 
 
 def test_a_cpu_worker_does_not_import_triton():

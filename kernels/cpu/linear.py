@@ -1,0 +1,70 @@
+"""Linear maps with bfloat16 weights in C: near memory speed for few rows, near the CPU's for many.
+
+Symbols: `T` tokens, `K` input features, `N` output features.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from kernels.checks import check_tensor
+from kernels.cpu.library import Library, native
+
+_PANEL: Final = 32
+"""Output features that lie together in a packed weight; `PANEL` in C."""
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `pack` takes this weight [N, K], and is the fastest there is for it.
+
+    It needs the CPU's dot product of bfloat16. A CPU with matrix registers has something better.
+    """
+    library = native()
+    return (
+        library is not None
+        and library.has_linear
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and weight.shape[1] % 2 == 0
+        and not torch.cpu.get_capabilities().get("amx_bf16", False)
+    )
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
+    """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` says whether."""
+    library = native()
+    assert library is not None, "can_pack was not asked"
+    num_out, num_in = weight.shape
+    padded = functional.pad(weight, (0, 0, 0, -num_out % _PANEL))
+    panels = padded.view(-1, _PANEL, num_in // 2, 2).transpose(1, 2).contiguous()
+    return PackedLinear(library, panels, None if bias is None else bias.contiguous(), num_out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """The map `x @ weight.T + bias`, bfloat16 with fp32 sums."""
+
+    _library: Library
+    _panels: torch.Tensor
+    """bfloat16[ceil(N / 32), K / 2, 32, 2]."""
+    _bias: torch.Tensor | None
+    _num_out: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map bfloat16 `[T, K]` to `[T, N]`; a row's result depends on no other row.
+
+        Raises:
+            ValueError: shape, dtype, device or strides do not fit.
+        """
+        num_rows, num_in = x.shape[0], self._panels.shape[1] * 2
+        check_tensor("x", x, (num_rows, num_in), torch.bfloat16, self._panels)
+        out = x.new_empty((num_rows, self._num_out))
+        self._library.linear(
+            num_rows, num_in, self._num_out,
+            x.data_ptr(), self._panels.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(),
+            1, x.stride(0), 0,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,19 @@
+"""Every native op under one module, as `kernels.reference` has every twin."""
+
+from kernels.cpu.activation import silu_mul
+from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
+from kernels.cpu.norm import add_rms_norm, rms_norm
+from kernels.cpu.rotary import rotary
+from kernels.cpu.store import store_kv
+from kernels.reference import copy_blocks
+
+__all__ = [
+    "add_rms_norm",
+    "copy_blocks",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "store_kv",
+]

@@ -1,0 +1,193 @@
+/* Norms, rotation, gating and storing: one token is one row, and each row is computed alone. */
+#include "simd.h"
+#include "threads.h"
+
+enum { ROWS_WORTH_IT = 16384 }; /* elements that pay for waking a second thread */
+
+/* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is one.
+ * The sum, and the quotient before the product, are rounded to the dtype. */
+struct rms_norm {
+    int64_t type;
+    int64_t num_tokens, num_heads, width;
+    const void *x, *residual; /* [T, H, N]; residual may be NULL, then `total` is too */
+    const void *weight;       /* [N] */
+    void *out, *total;        /* [T, H, N], contiguous */
+    int64_t x_stride_t, x_stride_h, residual_stride_t;
+    double eps;
+};
+
+INLINE void norm_row(dtype type, const struct rms_norm *a, int64_t row)
+{
+    int64_t token = row / a->num_heads, head = row % a->num_heads, width = a->width;
+    int64_t x = token * a->x_stride_t + head * a->x_stride_h;
+    int64_t residual = token * a->residual_stride_t, out = row * width;
+    int64_t full = width - width % LANES, rest = width % LANES;
+    const void *total = a->x;
+    int64_t total_at = x;
+    vf squares[4] = {{0}};
+    if (a->residual) {
+        for (int64_t i = 0; i < full; i += LANES) {
+            vf sum = load(type, a->x, x + i) + load(type, a->residual, residual + i);
+            store(type, a->total, out + i, sum);
+        }
+        if (rest) {
+            vf sum = load_part(type, a->x, x + full, rest) +
+                     load_part(type, a->residual, residual + full, rest);
+            store_part(type, a->total, out + full, rest, sum);
+        }
+        total = a->total;
+        total_at = out;
+    }
+    for (int64_t i = 0; i < full; i += LANES) {
+        vf v = load(type, total, total_at + i);
+        squares[i / LANES % 4] += v * v;
+    }
+    vf tail = {0};
+    if (rest) {
+        tail = load_part(type, total, total_at + full, rest);
+        squares[3] += tail * tail;
+    }
+    float sum = vf_reduce_add((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    vf inverse = vf_set(1.0f / sqrtf(sum / (float)width + (float)a->eps));
+    for (int64_t i = 0; i < full; i += LANES) {
+        vf normed = rounded(type, load(type, total, total_at + i) * inverse);
+        store(type, a->out, out + i, normed * load(type, a->weight, i));
+    }
+    if (rest) {
+        vf normed = rounded(type, tail * inverse);
+        store_part(type, a->out, out + full, rest, normed * load_part(type, a->weight, full, rest));
+    }
+}
+
+INLINE void norm_rows(dtype type, const struct rms_norm *a, int64_t start, int64_t end)
+{
+    for (int64_t row = start; row < end; row++) norm_row(type, a, row);
+}
+
+void quire_rms_norm(const struct rms_norm *a)
+{
+    int64_t rows = a->num_tokens * a->num_heads;
+    IN_PARALLEL(rows * a->width > ROWS_WORTH_IT,
+                BY_DTYPE(a->type, norm_rows, a, share_start(rows, worker, num_workers),
+                         share_start(rows, worker + 1, num_workers)));
+}
+
+/* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head; cos and sin
+ * are rounded to the dtype, the results once. */
+struct rotary {
+    int64_t type;
+    int64_t num_tokens, num_heads, num_kv_heads, half;
+    const void *query, *key;   /* [T, H, D], [T, HKV, D] */
+    const float *cos_sin;      /* [max_pos, D] */
+    const int64_t *positions;  /* [T] */
+    void *query_out, *key_out; /* contiguous */
+    int64_t query_stride_t, query_stride_h, key_stride_t, key_stride_h, cos_sin_stride;
+};
+
+INLINE void rotate_head(dtype type, const void *x, int64_t at, void *out, int64_t out_at,
+                        const float *cos, const float *sin, int64_t half)
+{
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t n = min64(LANES, half - i);
+        if (n == LANES) {
+            vf c = rounded(type, vf_load(cos + i)), s = rounded(type, vf_load(sin + i));
+            vf x1 = load(type, x, at + i), x2 = load(type, x, at + half + i);
+            store(type, out, out_at + i, x1 * c - x2 * s);
+            store(type, out, out_at + half + i, x2 * c + x1 * s);
+        } else {
+            vf c = rounded(type, load_part(F32, cos, i, n));
+            vf s = rounded(type, load_part(F32, sin, i, n));
+            vf x1 = load_part(type, x, at + i, n), x2 = load_part(type, x, at + half + i, n);
+            store_part(type, out, out_at + i, n, x1 * c - x2 * s);
+            store_part(type, out, out_at + half + i, n, x2 * c + x1 * s);
+        }
+    }
+}
+
+INLINE void rotate_tokens(dtype type, const struct rotary *a, int64_t start, int64_t end)
+{
+    int64_t dim = 2 * a->half;
+    for (int64_t t = start; t < end; t++) {
+        const float *cos = a->cos_sin + a->positions[t] * a->cos_sin_stride, *sin = cos + a->half;
+        for (int64_t h = 0; h < a->num_heads; h++)
+            rotate_head(type, a->query, t * a->query_stride_t + h * a->query_stride_h,
+                        a->query_out, (t * a->num_heads + h) * dim, cos, sin, a->half);
+        for (int64_t h = 0; h < a->num_kv_heads; h++)
+            rotate_head(type, a->key, t * a->key_stride_t + h * a->key_stride_h, a->key_out,
+                        (t * a->num_kv_heads + h) * dim, cos, sin, a->half);
+    }
+}
+
+void quire_rotary(const struct rotary *a)
+{
+    int64_t tokens = a->num_tokens;
+    int64_t elems = tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
+    IN_PARALLEL(elems > ROWS_WORTH_IT,
+                BY_DTYPE(a->type, rotate_tokens, a, share_start(tokens, worker, num_workers),
+                         share_start(tokens, worker + 1, num_workers)));
+}
+
+/* out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]; SiLU is rounded before the product. */
+struct silu_mul {
+    int64_t type;
+    int64_t num_tokens, width;
+    const void *gate_up; /* [T, 2 * I] */
+    void *out;           /* [T, I], contiguous */
+    int64_t stride_t;
+};
+
+INLINE void gate_tokens(dtype type, const struct silu_mul *a, int64_t start, int64_t end)
+{
+    int64_t full = a->width - a->width % LANES, rest = a->width % LANES;
+    for (int64_t t = start; t < end; t++) {
+        int64_t gate = t * a->stride_t, up = gate + a->width, out = t * a->width;
+        for (int64_t i = 0; i < full; i += LANES) {
+            vf gated = rounded(type, silu(load(type, a->gate_up, gate + i)));
+            store(type, a->out, out + i, gated * load(type, a->gate_up, up + i));
+        }
+        if (rest) {
+            vf gated = rounded(type, silu(load_part(type, a->gate_up, gate + full, rest)));
+            store_part(type, a->out, out + full, rest,
+                       gated * load_part(type, a->gate_up, up + full, rest));
+        }
+    }
+}
+
+void quire_silu_mul(const struct silu_mul *a)
+{
+    IN_PARALLEL(a->num_tokens * a->width > ROWS_WORTH_IT,
+                BY_DTYPE(a->type, gate_tokens, a,
+                         share_start(a->num_tokens, worker, num_workers),
+                         share_start(a->num_tokens, worker + 1, num_workers)));
+}
+
+/* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
+struct store_kv {
+    int64_t elem_bytes;
+    int64_t num_tokens, num_kv_heads, head_dim, block_size;
+    const char *key, *value; /* [T, HKV, D] */
+    char *key_cache, *value_cache; /* [B, P, HKV, D] */
+    const int64_t *slot_mapping;   /* [T] */
+    /* Strides in elements. */
+    int64_t key_stride_t, key_stride_h, value_stride_t, value_stride_h;
+    int64_t key_cache_stride_b, key_cache_stride_p, key_cache_stride_h;
+    int64_t value_cache_stride_b, value_cache_stride_p, value_cache_stride_h;
+};
+
+void quire_store_kv(const struct store_kv *a)
+{
+    int64_t bytes = a->elem_bytes, row_bytes = a->head_dim * bytes;
+    for (int64_t t = 0; t < a->num_tokens; t++) {
+        int64_t slot = a->slot_mapping[t];
+        if (slot < 0) continue; /* PAD_SLOT */
+        int64_t block = slot / a->block_size, offset = slot % a->block_size;
+        int64_t to_key = block * a->key_cache_stride_b + offset * a->key_cache_stride_p;
+        int64_t to_value = block * a->value_cache_stride_b + offset * a->value_cache_stride_p;
+        for (int64_t h = 0; h < a->num_kv_heads; h++) {
+            memcpy(a->key_cache + (to_key + h * a->key_cache_stride_h) * bytes,
+                   a->key + (t * a->key_stride_t + h * a->key_stride_h) * bytes, row_bytes);
+            memcpy(a->value_cache + (to_value + h * a->value_cache_stride_h) * bytes,
+                   a->value + (t * a->value_stride_t + h * a->value_stride_h) * bytes, row_bytes);
+        }
+    }
+}

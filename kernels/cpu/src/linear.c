@@ -1,0 +1,124 @@
+/* Linear maps with bf16 weights, packed once: x @ weight.T + bias, and SwiGLU's first half.
+ *
+ * Packed, a weight [N, K] is [ceil(N / 32)][K / 2][32] pairs (k, k + 1) of bf16: what a thread
+ * reads is contiguous. The sums are fp32, each over k in ascending order whatever the number of
+ * rows, so a row's result does not depend on its company. */
+#include <stdlib.h>
+
+#include "threads.h"
+#include "tile.h"
+
+enum {
+    CACHED_ROWS = 96,  /* of x at a time, so that they stay in the second-level cache */
+    L1_WAYS = 8,
+    L1_SETS = 64,
+    MIN_SHARES = 4,    /* pieces for each thread: enough for them to end together */
+};
+
+struct linear {
+    int64_t num_rows, num_in, num_out; /* num_out: columns of `out` */
+    const bf16 *x;                     /* [m, K] */
+    const uint32_t *weight;
+    const bf16 *bias; /* [N], or NULL */
+    void *out;        /* [m, num_out] */
+    int64_t out_type; /* F32: rounded to bf16 all the same */
+    int64_t x_stride;
+    int64_t is_gated; /* panels alternate: gate, up; out = silu(gate) * up */
+};
+
+INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
+{
+    vf sum = vf_load(sums);
+    if (!a->bias) return sum;
+    return sum + (n == LANES ? load(BF16, a->bias, column) : load_part(BF16, a->bias, column, n));
+}
+
+INLINE void finish_row(dtype out_type, const struct linear *a, int64_t row, int64_t panel,
+                       const float *sums, const float *up_sums)
+{
+    for (int64_t v = 0; v < PANEL; v += LANES) {
+        int64_t column = panel * PANEL + v, n = min64(LANES, a->num_out - column);
+        if (n <= 0) return;
+        vf y = rounded(BF16, biased(a, sums + v, column, n));
+        if (up_sums) {
+            vf up = rounded(BF16, biased(a, up_sums + v, a->num_out + column, n));
+            y = rounded(BF16, silu(y)) * up;
+        }
+        if (out_type == F32) y = rounded(BF16, y);
+        int64_t at = row * a->num_out + column;
+        if (n == LANES) store(out_type, a->out, at, y);
+        else store_part(out_type, a->out, at, n, y);
+    }
+}
+
+/* Rows [row, end), at most CACHED_ROWS, of `panel`; x is at `rows`. */
+static void multiply_panel(const struct linear *a, int64_t row, int64_t end, const char *rows,
+                           int64_t row_bytes, int64_t panel)
+{
+    float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    int64_t num_parts = a->is_gated ? 2 : 1, steps = a->num_in / 2;
+    int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
+    for (int64_t r = row; r < end; r += height) {
+        int n = (int)min64(height, end - r);
+        for (int64_t part = 0; part < num_parts; part++) {
+            const uint32_t *weight = a->weight + (panel * num_parts + part) * steps * PANEL;
+            product(PAIRS, n, PANEL,
+                    (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
+                                     .b = (const char *)weight, .ldb = PANEL, .steps = steps,
+                                     .c = sums[part], .ldc = PANEL, .fresh = true});
+        }
+        for (int i = 0; i < n; i++) {
+            const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;
+            if (a->out_type == F32) finish_row(F32, a, r + i, panel, sums[0] + i * PANEL, up);
+            else finish_row(BF16, a, r + i, panel, sums[0] + i * PANEL, up);
+        }
+    }
+}
+
+/* How many lines, each `bytes` after the other, the first-level cache holds at once. */
+INLINE int64_t lines_that_fit(int64_t bytes)
+{
+    int64_t sets = L1_SETS;
+    for (int64_t lines = bytes / 64; lines % 2 == 0 && sets > 1; lines /= 2) sets /= 2;
+    return bytes % 64 ? L1_SETS : sets * L1_WAYS;
+}
+
+static void multiply_share(const struct linear *a, int worker, int num_workers)
+{
+    int64_t num_panels = ceil_div(a->num_out, PANEL), row_bytes = a->x_stride * 2;
+    int64_t num_parts = ceil_div(MIN_SHARES * num_workers, num_panels);
+    num_parts = max64(1, min64(num_parts, a->num_rows / (2 * TILE_ROWS)));
+    int64_t unit = share_start(num_parts * num_panels, worker, num_workers);
+    int64_t last = share_start(num_parts * num_panels, worker + 1, num_workers);
+    /* Rows that fall on the same few lines of the cache are copied to where they do not. */
+    int64_t copy_bytes = a->num_in * 2 + 64;
+    char *copy = NULL;
+    if (a->num_rows > L1_WAYS && lines_that_fit(row_bytes) < TILE_ROWS)
+        copy = aligned_alloc(64, ceil_div(CACHED_ROWS * copy_bytes, 64) * 64);
+    while (unit < last) {
+        int64_t part = unit / num_panels;
+        int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
+        int64_t row = a->num_rows * part / num_parts, end = a->num_rows * (part + 1) / num_parts;
+        unit += panel_end - panel;
+        for (; row < end; row += CACHED_ROWS) {
+            int64_t n = min64(CACHED_ROWS, end - row), bytes = row_bytes;
+            const char *rows = (const char *)(a->x + row * a->x_stride);
+            if (copy) {
+                for (int64_t r = 0; r < n; r++)
+                    memcpy(copy + r * copy_bytes, rows + r * row_bytes, a->num_in * 2);
+                rows = copy;
+                bytes = copy_bytes;
+            }
+            for (int64_t p = panel; p < panel_end; p++)
+                multiply_panel(a, row, row + n, rows, bytes, p);
+        }
+    }
+    free(copy);
+}
+
+int64_t quire_has_linear(void) { return HAS_BF16_DOT; }
+
+void quire_linear(const struct linear *a)
+{
+    IN_PARALLEL(true, multiply_share(a, worker, num_workers));
+}

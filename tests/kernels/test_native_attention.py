@@ -1,0 +1,188 @@
+import math
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
+from tests.kernels.tensors import far_apart, make_paged, strided
+from tests.kernels.tolerance import assert_close
+
+SHAPES = [  # H, HKV, D, P
+    (2, 2, 16, 4),
+    (6, 2, 40, 5),
+    (16, 1, 64, 16),
+    (20, 1, 24, 16),
+    (3, 1, 7, 3),
+    (8, 2, 128, 16),
+    (100, 1, 16, 16),
+]
+SHAPE_NAMES = ("num_heads", "num_kv_heads", "head_dim", "block_size")
+CHUNKS = [(33, 33), (0, 0), (1, 70), (65, 65), (7, 23), (20, 150), (1, 1100), (100, 700)]
+
+native_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def starts_of(query_lens):
+    return torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+
+
+def attention(query, key, value, scale, *, window=None, softcap=None, sinks=None):
+    """The definition, in fp64: query [Q, H, D] are the last of the keys [K, HKV, D]."""
+    query_len, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    key = key.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    value = value.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
+    visible = (distance >= 0) & (distance < (window or math.inf))
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand(-1, query_len, 1)
+        scores = torch.cat((scores, extra), dim=-1)
+    weights = scores.softmax(-1)[..., :seq_len]
+    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+
+
+@native_dtypes
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_decode_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dtype):
+    seq_lens = [1, 0, block_size, 67, 256, 300, 600, 1100]
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, "cpu")
+    query = strided((len(seq_lens), num_heads, head_dim), dtype, "cpu")
+    args = query, *paged.args, head_dim**-0.5
+    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+@native_dtypes
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_prefill_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, "cpu")
+    query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, "cpu")
+    args = query, *paged.args, starts_of(query_lens), max(query_lens), head_dim**-0.5
+    assert_close(paged_attention_prefill(*args), reference.paged_attention_prefill(*args))
+
+
+@native_dtypes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 5},
+        {"window": 64},
+        {"window": 600},
+        {"softcap": 3.0},
+        {"sinks": torch.tensor([0.5, -100.0, 4.0, 60.0])},
+        {"window": 70, "softcap": 8.0, "sinks": torch.tensor([0.0, 1.0, -2.0, 3.0])},
+    ],
+    ids=str,
+)
+def test_options_are_what_they_are_defined_to_be(options, dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, 2, 40, 16, dtype, "cpu")
+    starts = starts_of(query_lens)
+    query = torch.randn(sum(query_lens), 4, 40).to(dtype)
+    prefilled = paged_attention_prefill(query, *paged.args, starts, max(query_lens), 0.4, **options)
+    last = (starts[1:] - 1).clamp(min=0)
+    decoded = paged_attention_decode(query[last], *paged.args, 0.4, **options)
+    for seq, query_len in enumerate(query_lens):
+        if query_len == 0:
+            assert decoded[seq].count_nonzero() == 0
+            continue
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        expected = attention(query[rows], *paged.dense(seq), 0.4, **options)
+        assert_close(prefilled[rows], expected)
+        assert torch.equal(decoded[seq], prefilled[rows][-1])
+
+
+@native_dtypes
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_depends_on_nothing_but_its_own_sequence(window, num_threads, dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, 2, 32, 16, dtype, "cpu")
+    starts = starts_of(query_lens)
+    query = torch.randn(sum(query_lens), 6, 32).to(dtype)
+    args = query, *paged.args, starts, max(query_lens), 0.2
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = paged_attention_prefill(*args, window=window)
+    finally:
+        torch.set_num_threads(before)
+    for seq, (query_len, seq_len) in enumerate(CHUNKS):
+        for row in range(query_len):
+            alone = paged_attention_decode(
+                query[starts[seq] + row : starts[seq] + row + 1],
+                paged.key_cache,
+                paged.value_cache,
+                paged.block_tables[seq : seq + 1],
+                torch.tensor([seq_len - query_len + row + 1], dtype=torch.int32),
+                0.2,
+                window=window,
+            )
+            assert torch.equal(alone[0], together[starts[seq] + row])
+
+
+@native_dtypes
+@pytest.mark.parametrize("decode", [False, True])
+def test_slots_past_the_sequence_are_not_read(decode, dtype):
+    paged = make_paged([21], 2, 16, 8, dtype, "cpu")
+    query = torch.randn(1, 4, 16).to(dtype)
+
+    def attend():
+        if decode:
+            return paged_attention_decode(query, *paged.args, 0.25)
+        return paged_attention_prefill(query, *paged.args, starts_of([1]), 1, 0.25)
+
+    before = attend()
+    tail = paged.block_tables[0, 2]
+    paged.key_cache[tail, 21 - 16 :] = float("nan")
+    paged.value_cache[tail, 21 - 16 :] = float("nan")
+    paged.block_tables[0, 3:] = 2**31 - 1
+    assert torch.equal(attend(), before)
+
+
+@native_dtypes
+def test_what_is_not_finite_stays_so(dtype):
+    paged = make_paged([40], 1, 16, 8, dtype, "cpu")
+    query = torch.randn(1, 2, 16).to(dtype)
+    query[0, 1, 3] = float("nan")
+    out = paged_attention_decode(query, *paged.args, 0.25)
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1].isnan().all()
+
+
+def test_decode_reaches_past_int32_offsets():
+    cache = far_apart((3, 8, 2, 16), torch.bfloat16, "cpu")
+    tables = torch.tensor([[2, 0]], dtype=torch.int32)
+    seq_lens = torch.tensor([6], dtype=torch.int32)
+    query = torch.randn(1, 2, 16, dtype=torch.bfloat16)
+    args = query, cache[:, :4], cache[:, 4:], tables, seq_lens, 0.25
+    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+def test_a_dtype_without_native_code_runs_in_the_twin():
+    paged = make_paged([21], 2, 16, 8, torch.float16, "cpu")
+    args = torch.randn(1, 4, 16).half(), *paged.args, 0.25
+    assert torch.equal(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+def test_attention_names_what_does_not_fit():
+    paged = make_paged([5, 5], 2, 16, 8, torch.float32, "cpu")
+    keys, values, tables, lens = paged.args
+    query = torch.randn(2, 4, 16)
+    with pytest.raises(ValueError, match="query has 3 heads, required is a multiple of 2"):
+        paged_attention_decode(query[:, :3], keys, values, tables, lens, 1.0)
+    with pytest.raises(ValueError, match=r"block_tables has dtype torch\.int64"):
+        paged_attention_decode(query, keys, values, tables.long(), lens, 1.0)
+    with pytest.raises(ValueError, match="block_tables has 2 rows, required are 1"):
+        paged_attention_decode(query[:1], keys, values, tables, lens, 1.0)
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), required is \(4,\)"):
+        paged_attention_decode(query, keys, values, tables, lens, 1.0, sinks=torch.ones(3))
+    starts = starts_of([1, 1]).long()
+    with pytest.raises(ValueError, match=r"query_start_loc has dtype torch\.int64"):
+        paged_attention_prefill(query, keys, values, tables, lens, starts, 1, 1.0)

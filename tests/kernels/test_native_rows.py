@@ -1,0 +1,108 @@
+"""Norms, rotation, gating and storing in C, against their twins."""
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu import ops
+from tests.kernels.tensors import far_apart, strided
+from tests.kernels.tolerance import assert_close
+
+EPS = 1e-5
+
+native_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def table(num_positions, head_dim):
+    angles = torch.outer(torch.arange(num_positions).float(), torch.rand(head_dim // 2))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@native_dtypes
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768), (64, 768), (0, 16), (4, 3, 24)])
+def test_rms_norm_is_the_twin_s(shape, dtype):
+    x, weight = strided(shape, dtype, "cpu"), torch.randn(shape[-1]).to(dtype)
+    assert_close(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+
+
+@native_dtypes
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (5, 768), (64, 768)])
+def test_add_rms_norm_is_the_twin_s_and_keeps_its_inputs(shape, dtype):
+    x, residual = strided(shape, dtype, "cpu"), strided(shape, dtype, "cpu")
+    weight = torch.randn(shape[-1]).to(dtype)
+    kept = x.clone(), residual.clone()
+    out, total = ops.add_rms_norm(x, residual, weight, EPS)
+    twin_out, twin_total = reference.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, twin_total)
+    assert_close(out, twin_out)
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+@native_dtypes
+@pytest.mark.parametrize("shape", [(1, 2), (5, 70), (3, 3000), (40, 1024)])
+def test_silu_mul_is_the_twin_s(shape, dtype):
+    gate_up = strided(shape, dtype, "cpu")
+    assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("width", [1, 16])
+def test_large_gates_neither_overflow_nor_turn_nan(width):
+    gates = torch.tensor([-200.0, 200.0, -88.5, 1e38]).repeat_interleave(width)
+    out = ops.silu_mul(torch.cat((gates, torch.ones_like(gates)))[None])
+    assert_close(out[0], torch.nn.functional.silu(gates))
+
+
+@native_dtypes
+@pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_rotary_is_the_twin_s(num_tokens, head_dim, dtype):
+    query = strided((num_tokens, 6, head_dim), dtype, "cpu")
+    key = strided((num_tokens, 2, head_dim), dtype, "cpu")
+    args = query, key, table(99, head_dim), torch.randint(99, (num_tokens,))
+    for ours, twin in zip(ops.rotary(*args), reference.rotary(*args), strict=True):
+        assert_close(ours, twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_store_kv_is_the_twin_s(num_tokens, dtype):
+    pool = torch.zeros(9, 3, 2, 4, 2, 24, dtype=dtype)
+    twin_pool = torch.zeros_like(pool)
+    key = strided((num_tokens, 2, 24), dtype, "cpu")
+    value = strided((num_tokens, 2, 24), dtype, "cpu")
+    slots = torch.randperm(36)[:num_tokens]
+    slots[1::3] = -1
+    ops.store_kv(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
+    reference.store_kv(key, value, twin_pool[:, 1, 0], twin_pool[:, 1, 1], slots)
+    assert torch.equal(pool, twin_pool)
+
+
+def test_rows_reach_past_int32_offsets():
+    x = far_apart((3, 40), torch.bfloat16, "cpu")
+    weight = torch.randn(40, dtype=torch.bfloat16)
+    assert_close(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    assert_close(ops.silu_mul(x), reference.silu_mul(x))
+    cache = far_apart((3, 8, 2, 16), torch.bfloat16, "cpu")
+    key = torch.randn(1, 2, 16, dtype=torch.bfloat16)
+    ops.store_kv(key, key, cache[:, :4], cache[:, 4:], torch.tensor([11]))
+    assert torch.equal(cache[2, 3], key[0])
+    assert torch.equal(cache[2, 7], key[0])
+
+
+def test_rows_name_the_tensor_that_does_not_fit():
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"weight has shape \(7,\), required is \(8,\)"):
+        ops.rms_norm(x, weight[:7], EPS)
+    with pytest.raises(ValueError, match=r"residual has dtype torch\.bfloat16"):
+        ops.add_rms_norm(x, x.bfloat16(), weight, EPS)
+    with pytest.raises(ValueError, match="gate_up has width 5"):
+        ops.silu_mul(torch.randn(2, 5))
+    query, positions = torch.randn(2, 4, 16), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"cos_sin has shape \(4, 8\), required is \(4, 16\)"):
+        ops.rotary(query, query, table(4, 8), positions)
+    with pytest.raises(ValueError, match=r"positions has dtype torch\.int32"):
+        ops.rotary(query, query, table(4, 16), positions.int())
+    cache = torch.zeros(3, 4, 2, 16)
+    with pytest.raises(ValueError, match=r"key_cache has shape \(3, 4, 2, 16\)"):
+        ops.store_kv(query, query, cache, cache, positions)
