@@ -36,8 +36,9 @@ def paged_attention_decode(
     library, dtype = native(), DTYPES.get(query.dtype)
     if library is None or dtype is None:
         return reference.paged_attention_decode(
-            query, key_cache, value_cache, block_tables, seq_lens, scale
-        )
+            query, key_cache, value_cache, block_tables, seq_lens, scale,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
     num_seqs = query.shape[0]
     if block_tables.shape[0] != num_seqs:
         raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
@@ -77,7 +78,7 @@ def paged_attention_prefill(
     if library is None or dtype is None:
         return reference.paged_attention_prefill(
             query, key_cache, value_cache, block_tables, seq_lens, query_start_loc,
-            max_query_len, scale,
+            max_query_len, scale, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     num_seqs = seq_lens.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)

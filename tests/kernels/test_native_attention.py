@@ -1,11 +1,9 @@
-import math
-
 import pytest
 import torch
 
 from kernels import reference
 from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
-from tests.kernels.tensors import far_apart, make_paged, strided
+from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close
 
 SHAPES = [  # H, HKV, D, P
@@ -25,25 +23,6 @@ native_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]
 
 def starts_of(query_lens):
     return torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-
-
-def attention(query, key, value, scale, *, window=None, softcap=None, sinks=None):
-    """The definition, in fp64: query [Q, H, D] are the last of the keys [K, HKV, D]."""
-    query_len, num_heads, _ = query.shape
-    seq_len, num_kv_heads, _ = key.shape
-    key = key.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    value = value.double().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
-    visible = (distance >= 0) & (distance < (window or math.inf))
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sinks is not None:
-        extra = sinks.double()[:, None, None].expand(-1, query_len, 1)
-        scores = torch.cat((scores, extra), dim=-1)
-    weights = scores.softmax(-1)[..., :seq_len]
-    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
 
 
 @native_dtypes
@@ -67,33 +46,22 @@ def test_prefill_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dt
 
 
 @native_dtypes
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 1},
-        {"window": 5},
-        {"window": 64},
-        {"window": 600},
-        {"softcap": 3.0},
-        {"sinks": torch.tensor([0.5, -100.0, 4.0, 60.0])},
-        {"window": 70, "softcap": 8.0, "sinks": torch.tensor([0.0, 1.0, -2.0, 3.0])},
-    ],
-    ids=str,
-)
-def test_options_are_what_they_are_defined_to_be(options, dtype):
+@pytest.mark.parametrize("which", range(len(options(4, "cpu"))))
+def test_options_are_the_twin_s_and_what_they_are_defined_to_be(which, dtype):
+    chosen = options(4, "cpu")[which]
     query_lens, seq_lens = zip(*CHUNKS, strict=True)
     paged = make_paged(seq_lens, 2, 40, 16, dtype, "cpu")
     starts = starts_of(query_lens)
     query = torch.randn(sum(query_lens), 4, 40).to(dtype)
-    prefilled = paged_attention_prefill(query, *paged.args, starts, max(query_lens), 0.4, **options)
+    prefilled = paged_attention_prefill(query, *paged.args, starts, max(query_lens), 0.4, **chosen)
     last = (starts[1:] - 1).clamp(min=0)
-    decoded = paged_attention_decode(query[last], *paged.args, 0.4, **options)
+    decoded = paged_attention_decode(query[last], *paged.args, 0.4, **chosen)
     for seq, query_len in enumerate(query_lens):
         if query_len == 0:
             assert decoded[seq].count_nonzero() == 0
             continue
         rows = slice(int(starts[seq]), int(starts[seq + 1]))
-        expected = attention(query[rows], *paged.dense(seq), 0.4, **options)
+        expected = dense_attention(query[rows], *paged.dense(seq), 0.4, **chosen)
         assert_close(prefilled[rows], expected)
         assert torch.equal(decoded[seq], prefilled[rows][-1])
 

@@ -143,65 +143,100 @@ INLINE vi load_steps(dtype type, const char *row, int64_t step, int64_t head_dim
     return (vi)(n == LANES ? load(type, row, step) : load_part(type, row, step, n));
 }
 
-INLINE const char *slot(dtype type, const char *cache, const int32_t *table, int64_t position,
-                        int64_t block_size, int64_t stride_b, int64_t stride_p)
+/* Where the positions of a sequence lie in one head's caches, one after the other. */
+struct slots {
+    const int32_t *table;
+    const char *keys, *values; /* of the head */
+    const struct attention *a;
+    int64_t block, offset; /* of the next position: a place in the table, a slot of that block */
+};
+
+INLINE void next_slot(dtype type, struct slots *s, const char **key, const char **value)
 {
-    int64_t block = table[position / block_size], offset = position % block_size;
-    return cache + (block * stride_b + offset * stride_p) * size_of(type);
+    const struct attention *a = s->a;
+    int64_t block = s->table[s->block];
+    *key = s->keys + (block * a->key_stride_b + s->offset * a->key_stride_p) * size_of(type);
+    *value = s->values + (block * a->value_stride_b + s->offset * a->value_stride_p) * size_of(type);
+    if (++s->offset == a->block_size) s->offset = 0, s->block++;
 }
 
-/* Lays out keys and values of the positions [start, end), at most COLUMNS, as `product` reads them;
- * what is past the end is zero. */
-INLINE void lay_out(dtype type, const struct attention *a, const struct scratch *s,
-                    const struct item *item, int64_t start, int64_t end)
+INLINE struct slots slots_from(dtype type, const struct attention *a, const struct item *item,
+                               int64_t position)
 {
-    const int32_t *table = a->block_tables + item->seq * a->table_stride;
-    const char *key_head = a->key_cache + item->kv_head * a->key_stride_h * size_of(type);
-    const char *value_head = a->value_cache + item->kv_head * a->value_stride_h * size_of(type);
-    const char *keys[LANES], *values[LANES];
-    int64_t count = ceil_div(end - start, LANES) * LANES, dim = a->head_dim;
-    for (int64_t c = 0; c < count; c += LANES) {
-        for (int64_t j = 0; j < LANES; j++) {
-            int64_t position = start + c + j;
-            keys[j] = values[j] = NULL;
-            if (position < end) {
-                keys[j] = slot(type, key_head, table, position, a->block_size, a->key_stride_b,
-                               a->key_stride_p);
-                values[j] = slot(type, value_head, table, position, a->block_size,
-                                 a->value_stride_b, a->value_stride_p);
-            }
+    return (struct slots){
+        .table = a->block_tables + item->seq * a->table_stride,
+        .keys = a->key_cache + item->kv_head * a->key_stride_h * size_of(type),
+        .values = a->value_cache + item->kv_head * a->value_stride_h * size_of(type),
+        .a = a, .block = position / a->block_size, .offset = position % a->block_size};
+}
+
+/* Asks memory for a tile that is needed soon: rows lie too far apart for the CPU to guess them. */
+INLINE void prefetch(dtype type, const struct attention *a, const struct item *item, int64_t start,
+                     int64_t end)
+{
+    struct slots slots = slots_from(type, a, item, start);
+    const char *key, *value;
+    int64_t row_bytes = a->head_dim * size_of(type);
+    for (int64_t position = start; position < min64(start + COLUMNS, end); position++) {
+        next_slot(type, &slots, &key, &value);
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+            __builtin_prefetch(key + byte, 0, 2);
+            __builtin_prefetch(value + byte, 0, 2);
         }
-        for (int64_t step = 0; step < s->steps; step += LANES) {
-            vi rows[LANES];
-            for (int j = 0; j < LANES; j++)
-                rows[j] = keys[j] ? load_steps(type, keys[j], step, dim) : (vi){0};
-            transpose(rows, (int32_t *)s->keys + step * COLUMNS + c, COLUMNS);
-        }
+    }
+}
+
+/* Lays out 16 keys, from column c: transposed, so that a column of the product is a position. */
+INLINE void lay_out_keys(dtype type, const struct scratch *s, const char *const *keys, int64_t c,
+                         int64_t head_dim)
+{
+    for (int64_t step = 0; step < s->steps; step += LANES) {
+        vi rows[LANES];
+        for (int j = 0; j < LANES; j++)
+            rows[j] = keys[j] ? load_steps(type, keys[j], step, head_dim) : (vi){0};
+        transpose(rows, (int32_t *)s->keys + step * COLUMNS + c, COLUMNS);
+    }
+}
+
+INLINE vu load_halves(const char *row, int64_t d, int64_t head_dim)
+{
+    vh halves = {0};
+    if (row && d + LANES <= head_dim) memcpy(&halves, (const bf16 *)row + d, sizeof halves);
+    else if (row) memcpy(&halves, (const bf16 *)row + d, 2 * (head_dim - d));
+    return __builtin_convertvector(halves, vu);
+}
+
+/* Lays out 16 values, from position c: as they are, or two positions to a pair. */
+INLINE void lay_out_values(dtype type, const struct scratch *s, const char *const *values,
+                           int64_t c, int64_t head_dim)
+{
+    for (int j = 0; j < LANES; j += step_kind_of(type) == PAIRS ? 2 : 1) {
         for (int64_t d = 0; d < s->width; d += LANES) {
-            int64_t n = min64(LANES, dim - d);
             if (step_kind_of(type) == PAIRS) {
-                for (int j = 0; j < LANES; j += 2) {
-                    vu words = {0};
-                    for (int half = 0; half < 2; half++) {
-                        const bf16 *value = (const bf16 *)values[j + half];
-                        vh row = {0};
-                        if (value && n == LANES) memcpy(&row, value + d, sizeof row);
-                        else if (value) memcpy(&row, value + d, 2 * n);
-                        words |= __builtin_convertvector(row, vu) << (16 * half);
-                    }
-                    memcpy(s->values + 4 * ((c + j) / 2 * s->width + d), &words, sizeof words);
-                }
+                vu pairs = load_halves(values[j], d, head_dim) |
+                           load_halves(values[j + 1], d, head_dim) << 16;
+                memcpy(s->values + 4 * ((c + j) / 2 * s->width + d), &pairs, sizeof pairs);
             } else {
-                for (int j = 0; j < LANES; j++) {
-                    vf row = {0};
-                    if (values[j])
-                        row = n == LANES ? load(type, values[j], d)
-                                         : load_part(type, values[j], d, n);
-                    vf_store((float *)s->values + (c + j) * s->width + d, row);
-                }
+                vf row = {0};
+                if (values[j] && d + LANES <= head_dim) row = load(type, values[j], d);
+                else if (values[j]) row = load_part(type, values[j], d, head_dim - d);
+                vf_store((float *)s->values + (c + j) * s->width + d, row);
             }
         }
     }
+}
+
+/* Lays out keys and values of the positions [start, end), at most COLUMNS, as `product` reads them;
+ * those past the end, to the next 16, are zeros. */
+INLINE void lay_out(dtype type, const struct attention *a, const struct scratch *s,
+                    const struct item *item, int64_t start, int64_t end)
+{
+    struct slots slots = slots_from(type, a, item, start);
+    const char *keys[COLUMNS] = {NULL}, *values[COLUMNS] = {NULL};
+    for (int64_t c = 0; c < end - start; c++) next_slot(type, &slots, keys + c, values + c);
+    for (int64_t c = 0; c < end - start; c += LANES) lay_out_keys(type, s, keys + c, c, a->head_dim);
+    for (int64_t c = 0; c < end - start; c += LANES)
+        lay_out_values(type, s, values + c, c, a->head_dim);
 }
 
 INLINE vf softcapped(vf x, float cap)
@@ -259,6 +294,7 @@ INLINE void attend_split(dtype type, const struct attention *a, const struct scr
     memset(s->acc, 0, 4 * num_rows * s->width);
     for (int64_t tile = start; tile < end; tile += COLUMNS) {
         int64_t seen = min64(COLUMNS, end - tile);
+        prefetch(type, a, item, tile + COLUMNS, item->end);
         lay_out(type, a, s, item, tile, tile + seen);
         for (int64_t block = 0; block < num_rows; block += TILE_ROWS) {
             int rows = (int)min64(TILE_ROWS, num_rows - block);
@@ -447,15 +483,20 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
     int64_t begin = share_start(total_cost, worker, num_workers);
     int64_t end = share_start(total_cost, worker + 1, num_workers);
     struct walk w = {0};
-    struct item item;
-    int64_t before = 0, cost, partial = 0;
-    while (before < end && next_item(a, &w, &item, &cost)) {
+    struct item item, next;
+    int64_t before = 0, cost, next_cost, partial = 0;
+    bool is_there = next_item(a, &w, &item, &cost);
+    while (is_there && before < end) {
+        int64_t num_partials = w.num_partials;
+        is_there = next_item(a, &w, &next, &next_cost);
         if (before >= begin) {
-            if (w.num_partials > partial) item.partial = partials + partial * (s.width + 2);
+            if (is_there) prefetch(type, a, &next, next.start, next.end);
+            if (num_partials > partial) item.partial = partials + partial * (s.width + 2);
             attend_item(type, a, &s, &item);
         }
-        partial = w.num_partials;
+        partial = num_partials;
         before += cost;
+        item = next, cost = next_cost;
     }
     if (partials) {
         if (num_workers > 1) {
