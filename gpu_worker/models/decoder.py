@@ -4,66 +4,23 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 `I` intermediate size, `V` vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
 
 import torch
 from torch.nn import functional
 
 from gpu_worker.attention import AttentionMetadata, paged_attention
 from gpu_worker.kv_pool import KvPool
+from gpu_worker.models.decoder_layer import DecoderLayer
 from gpu_worker.models.linear import Linear
 from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.native_layers import NativeLayers
 from kernels import ops
-
-FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+from kernels.cpu.decoder import NativeInputs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedMlp:
-    """The feed-forward part that every token takes, or one expert of several."""
-
-    gate_up: Linear
-    """E to 2 * I: gate, then up."""
-    down: Linear
-    """I to E."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`down(silu(gate(x)) * up(x))`: `[T, E]` to `[T, E]`."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QkNorm:
-    """Norms of each head of queries and keys before rotation."""
-
-    query: torch.Tensor
-    """`[D]`."""
-    key: torch.Tensor
-    """`[D]`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """The weights of one layer."""
-
-    input_norm: torch.Tensor
-    """`[E]`, before attention."""
-    qkv: Linear
-    """E to (H + 2 * HKV) * D: queries, keys, values."""
-    qk_norm: QkNorm | None
-    window: int | None
-    """How many tokens a token sees, itself included; None for all before it."""
-    attention_output: Linear
-    """H * D to E."""
-    mlp_norm: torch.Tensor
-    """`[E]`, before the feed-forward part."""
-    feed_forward: FeedForward
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """A language model; it never changes. Callers are in `torch.inference_mode()`."""
 
@@ -97,8 +54,20 @@ class Decoder:
         Returns:
             The final hidden states, normalized: `[T, E]`.
         """
-        eps = self.config.rms_norm_eps
         residual = functional.embedding(token_ids, self.embedding)
+        native = self._native.over(pool)
+        if native is not None:
+            return native.forward(
+                NativeInputs(
+                    hidden=residual,
+                    positions=positions,
+                    slot_mapping=metadata.slot_mapping,
+                    block_tables=metadata.block_tables,
+                    seq_lens=metadata.seq_lens,
+                    query_start_loc=metadata.query_start_loc,
+                )
+            )
+        eps = self.config.rms_norm_eps
         out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
         for index, layer in enumerate(self.layers):
             if out is None:
@@ -114,6 +83,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""
         return self.lm_head(hidden).float()
+
+    @cached_property
+    def _native(self) -> NativeLayers:
+        return NativeLayers(self.config, self.layers, self.final_norm, self.cos_sin)
 
     def _attend(
         self,

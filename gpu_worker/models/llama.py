@@ -1,6 +1,7 @@
 """Builds a Llama-shaped decoder from its weights, by the names that `transformers` gives them."""
 
-from gpu_worker.models.decoder import Decoder, DecoderLayer, FeedForward, GatedMlp, QkNorm
+from gpu_worker.models.decoder import Decoder
+from gpu_worker.models.decoder_layer import DecoderLayer, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.experts import Experts
 from gpu_worker.models.linear import make_linear
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig

@@ -4,11 +4,30 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 `P` block size, `M` max blocks per sequence.
 """
 
+from typing import Final
+
 import torch
 
 from kernels import reference
 from kernels.checks import check_paged, check_tensor
 from kernels.cpu.library import DTYPES, Library, native
+
+_SPLIT: Final = 512
+"""Positions that a lone token looks at in one piece of work; `SPLIT` in C."""
+_LANES: Final = 16
+
+
+def new_partials(query: torch.Tensor, num_seqs: int, max_len: int) -> torch.Tensor:
+    """Room for the pieces of lone tokens' results, for sequences of at most `max_len` tokens.
+
+    `query` is [T, H, D]. Nothing if all have one piece.
+    """
+    num_splits = -(-max_len // _SPLIT)
+    if num_splits == 1:
+        return query.new_empty(0, dtype=torch.float32)
+    _, num_heads, head_dim = query.shape
+    width = -(-head_dim // _LANES) * _LANES + 2
+    return query.new_empty(num_seqs * num_heads * num_splits * width, dtype=torch.float32)
 
 
 def paged_attention_decode(
@@ -108,12 +127,13 @@ def _attend(
     if sinks is not None:
         check_tensor("sinks", sinks, (num_heads,), torch.float32, query)
     out = query.new_empty(query.shape)
+    partials = new_partials(query, seq_lens.shape[0], block_tables.shape[1] * block_size)
     library.attention(
         dtype, seq_lens.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size,
         window or 0,
         query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(),
         seq_lens.data_ptr(), 0 if query_start_loc is None else query_start_loc.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(), partials.data_ptr(),
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_tables.stride(0), scale, softcap or 0.0,
     )  # fmt: skip

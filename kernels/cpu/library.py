@@ -4,7 +4,8 @@ import ctypes
 import functools
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +24,48 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
         """`fields` are struct's letters: q an integer, P a pointer, d a double."""
-        self._call: Callable[[bytes], None] = getattr(library, f"quire_{name}")
-        self._pack = struct.Struct(f"@{fields}").pack
+        function = getattr(library, f"quire_{name}")
+        function.argtypes = (ctypes.c_char_p,)
+        function.restype = None
+        self._call: Callable[[bytes], None] = function
+        share = getattr(library, f"quire_{name}_share")
+        self.share_address = ctypes.cast(share, ctypes.c_void_p).value
+        """Of the function that does one thread's share, for a `Program`."""
+        self.pack = struct.Struct(f"@{fields}").pack
+        """The structure as bytes; tensors as `data_ptr()`, None as 0."""
 
     def __call__(self, *fields: float) -> None:
-        """Call it; tensors travel as `data_ptr()`, None as 0."""
-        self._call(self._pack(*fields))
+        """Call it now; fields as for `pack`."""
+        self._call(self.pack(*fields))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel's call, to be made later."""
+
+    kernel: Kernel
+    args: bytes
+    """What `kernel.pack` gave; what it points to must live as long as this."""
+    waits: bool = True
+    """Whether it needs more of the calls before it than its own thread's share of tokens."""
+
+
+class Program:
+    """Calls that run one after another without the threads' going to sleep in between."""
+
+    def __init__(self, library: "Library", calls: Sequence[Call]) -> None:
+        self._run = library.run
+        self._args = [ctypes.create_string_buffer(call.args, len(call.args)) for call in calls]
+        table = b"".join(
+            struct.pack("@PPq", call.kernel.share_address, ctypes.addressof(args), call.waits)
+            for call, args in zip(calls, self._args, strict=True)
+        )
+        self._table = ctypes.create_string_buffer(table, len(table))
+        self._head = struct.pack("@Pq", ctypes.addressof(self._table), len(calls))
+
+    def __call__(self) -> None:
+        """Run it; what its calls point to is as they need it."""
+        self._run(self._head)
 
 
 class Library:
@@ -36,16 +73,15 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        for name in ("rms_norm", "rotary", "silu_mul", "store_kv", "attention", "linear"):
-            function = getattr(library, f"quire_{name}")
-            function.argtypes = (ctypes.c_char_p,)
-            function.restype = None
         self.rms_norm = Kernel(library, "rms_norm", "4q5P3qd")
         self.rotary = Kernel(library, "rotary", "5q6P5q")
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
         self.store_kv = Kernel(library, "store_kv", "5q5P10q")
-        self.attention = Kernel(library, "attention", "8q8P9q2d")
+        self.attention = Kernel(library, "attention", "8q9P9q2d")
         self.linear = Kernel(library, "linear", "3q4P3q")
+        self.run: Callable[[bytes], None] = library.quire_run
+        library.quire_run.argtypes = (ctypes.c_char_p,)
+        library.quire_run.restype = None
         library.quire_has_linear.restype = ctypes.c_int64
         self.has_linear = bool(library.quire_has_linear())
         """Whether `linear` exists: it needs the CPU's own dot product of bfloat16."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.library import Library, native
+from kernels.cpu.library import DTYPES, Call, Library, native
 
 _PANEL: Final = 32
 """Output features that lie together in a packed weight; `PANEL` in C."""
@@ -52,19 +52,31 @@ class PackedLinear:
     _bias: torch.Tensor | None
     _num_out: int
 
+    @property
+    def num_out(self) -> int:
+        """N."""
+        return self._num_out
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map bfloat16 `[T, K]` to `[T, N]`; a row's result depends on no other row.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
         """
-        num_rows, num_in = x.shape[0], self._panels.shape[1] * 2
-        check_tensor("x", x, (num_rows, num_in), torch.bfloat16, self._panels)
-        out = x.new_empty((num_rows, self._num_out))
-        self._library.linear(
-            num_rows, num_in, self._num_out,
+        num_in = self._panels.shape[1] * 2
+        check_tensor("x", x, (x.shape[0], num_in), torch.bfloat16, self._panels)
+        out = x.new_empty((x.shape[0], self._num_out))
+        self._library.linear(*self._fields(x, out))
+        return out
+
+    def call(self, x: torch.Tensor, out: torch.Tensor) -> Call:
+        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16 and contiguous."""
+        return Call(self._library.linear, self._library.linear.pack(*self._fields(x, out)))
+
+    def _fields(self, x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+        return (
+            x.shape[0], self._panels.shape[1] * 2, self._num_out,
             x.data_ptr(), self._panels.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(),
-            1, x.stride(0), 0,
+            DTYPES[torch.bfloat16], x.stride(0), 0,
         )  # fmt: skip
-        return out

@@ -16,7 +16,6 @@ enum {
     COLUMNS = 64,
     SPLIT = 512,       /* a multiple of COLUMNS */
     ITEM_ROWS = 96,    /* pay for laying out keys and values */
-    MIN_COST = 4096,   /* rows times positions that pay for a second thread */
 };
 static const float NOTHING_SEEN = -1e30f; /* the running maximum before the first key */
 static const float LOG2_E = 1.44269504f;
@@ -33,6 +32,7 @@ struct attention {
     const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
     const float *sinks;           /* [H], or NULL */
     char *out;                    /* [T, H, D], contiguous */
+    float *partials; /* room for what splits of lone tokens give: [splits * H][D + 2] for each */
     int64_t query_stride_t, query_stride_h;
     int64_t key_stride_b, key_stride_p, key_stride_h;
     int64_t value_stride_b, value_stride_p, value_stride_h;
@@ -477,74 +477,65 @@ INLINE void merge_splits(dtype type, const struct attention *a, int64_t width,
 }
 
 INLINE void attend_share(dtype type, const struct attention *a, int64_t total_cost,
-                         float *partials, int worker, int num_workers)
+                         bool has_splits, int worker, int num_workers)
 {
     struct scratch s = make_scratch(type, a);
     int64_t begin = share_start(total_cost, worker, num_workers);
     int64_t end = share_start(total_cost, worker + 1, num_workers);
     struct walk w = {0};
     struct item item, next;
-    int64_t before = 0, cost, next_cost, partial = 0;
+    int64_t before = 0, cost, next_cost, partial = 0, row_floats = s.width + 2;
     bool is_there = next_item(a, &w, &item, &cost);
     while (is_there && before < end) {
         int64_t num_partials = w.num_partials;
         is_there = next_item(a, &w, &next, &next_cost);
         if (before >= begin) {
             if (is_there) prefetch(type, a, &next, next.start, next.end);
-            if (num_partials > partial) item.partial = partials + partial * (s.width + 2);
+            if (num_partials > partial) item.partial = a->partials + partial * row_floats;
             attend_item(type, a, &s, &item);
         }
         partial = num_partials;
         before += cost;
         item = next, cost = next_cost;
     }
-    if (partials) {
-        if (num_workers > 1) {
-#pragma omp barrier
-        }
-        struct walk again = {0};
-        int64_t heads = 0, first = 0;
-        partial = 0;
-        while (next_item(a, &again, &item, &cost)) {
-            if (again.num_partials > partial && again.start == 0) { /* its last split */
-                int64_t num_splits = (again.num_partials - first) / group_of(a);
-                if (heads++ % num_workers == worker)
-                    merge_splits(type, a, s.width, &item, partials + first * (s.width + 2),
-                                 num_splits);
-                first = again.num_partials;
-            }
-            partial = again.num_partials;
-        }
-    }
     free(s.memory);
+    if (!has_splits) return;
+    if (num_workers > 1) {
+#pragma omp barrier
+    }
+    struct walk again = {0};
+    int64_t heads = 0, first = 0;
+    while (next_item(a, &again, &item, &cost)) {
+        if (again.num_partials == first || again.start != 0) continue; /* not a head's last split */
+        int64_t num_splits = (again.num_partials - first) / group_of(a);
+        if (heads++ % num_workers == worker)
+            merge_splits(type, a, s.width, &item, a->partials + first * row_floats, num_splits);
+        first = again.num_partials;
+    }
 }
 
 /* Tokens that belong to no sequence, or to one of length 0, give zeros. */
 static void clear_unowned(const struct attention *a)
 {
     int64_t token_bytes = a->num_heads * a->head_dim * size_of((dtype)a->type), done = 0;
-    for (int64_t seq = 0; seq <= a->num_seqs; seq++) {
-        bool is_owned = seq < a->num_seqs && a->seq_lens[seq] > 0;
-        int64_t start = seq < a->num_seqs ? query_start(a, seq) : a->num_tokens;
-        if (!is_owned && seq < a->num_seqs) continue;
-        if (start > done) memset(a->out + done * token_bytes, 0, (start - done) * token_bytes);
-        if (is_owned) done = query_start(a, seq + 1);
+    for (int64_t seq = 0; seq < a->num_seqs; seq++) {
+        if (a->seq_lens[seq] == 0) continue;
+        int64_t start = query_start(a, seq);
+        memset(a->out + done * token_bytes, 0, (start - done) * token_bytes);
+        done = query_start(a, seq + 1);
     }
+    memset(a->out + done * token_bytes, 0, (a->num_tokens - done) * token_bytes);
 }
 
-void quire_attention(const struct attention *a)
+void quire_attention_share(const void *args, int worker, int num_workers)
 {
+    const struct attention *a = args;
     struct walk w = {0};
     struct item item;
     int64_t cost, total_cost = 0;
     while (next_item(a, &w, &item, &cost)) total_cost += cost;
-    clear_unowned(a);
-    float *partials = NULL;
-    if (w.num_partials) {
-        int64_t width = ceil_div(a->head_dim, LANES) * LANES;
-        partials = malloc(4 * w.num_partials * (width + 2));
-    }
-    IN_PARALLEL(total_cost > MIN_COST,
-                BY_DTYPE(a->type, attend_share, a, total_cost, partials, worker, num_workers));
-    free(partials);
+    if (worker == 0) clear_unowned(a);
+    BY_DTYPE(a->type, attend_share, a, total_cost, w.num_partials > 0, worker, num_workers);
 }
+
+void quire_attention(const struct attention *a) { in_parallel(true, quire_attention_share, a); }

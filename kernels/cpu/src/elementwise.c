@@ -59,17 +59,22 @@ INLINE void norm_row(dtype type, const struct rms_norm *a, int64_t row)
     }
 }
 
-INLINE void norm_rows(dtype type, const struct rms_norm *a, int64_t start, int64_t end)
+INLINE void norm_tokens(dtype type, const struct rms_norm *a, int64_t start, int64_t end)
 {
-    for (int64_t row = start; row < end; row++) norm_row(type, a, row);
+    for (int64_t row = start * a->num_heads; row < end * a->num_heads; row++)
+        norm_row(type, a, row);
+}
+
+void quire_rms_norm_share(const void *args, int worker, int num_workers)
+{
+    const struct rms_norm *a = args;
+    BY_DTYPE(a->type, norm_tokens, a, share_start(a->num_tokens, worker, num_workers),
+             share_start(a->num_tokens, worker + 1, num_workers));
 }
 
 void quire_rms_norm(const struct rms_norm *a)
 {
-    int64_t rows = a->num_tokens * a->num_heads;
-    IN_PARALLEL(rows * a->width > ROWS_WORTH_IT,
-                BY_DTYPE(a->type, norm_rows, a, share_start(rows, worker, num_workers),
-                         share_start(rows, worker + 1, num_workers)));
+    in_parallel(a->num_tokens * a->num_heads * a->width > ROWS_WORTH_IT, quire_rms_norm_share, a);
 }
 
 /* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head; cos and sin
@@ -118,13 +123,17 @@ INLINE void rotate_tokens(dtype type, const struct rotary *a, int64_t start, int
     }
 }
 
+void quire_rotary_share(const void *args, int worker, int num_workers)
+{
+    const struct rotary *a = args;
+    BY_DTYPE(a->type, rotate_tokens, a, share_start(a->num_tokens, worker, num_workers),
+             share_start(a->num_tokens, worker + 1, num_workers));
+}
+
 void quire_rotary(const struct rotary *a)
 {
-    int64_t tokens = a->num_tokens;
-    int64_t elems = tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
-    IN_PARALLEL(elems > ROWS_WORTH_IT,
-                BY_DTYPE(a->type, rotate_tokens, a, share_start(tokens, worker, num_workers),
-                         share_start(tokens, worker + 1, num_workers)));
+    int64_t elems = a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
+    in_parallel(elems > ROWS_WORTH_IT, quire_rotary_share, a);
 }
 
 /* out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]; SiLU is rounded before the product. */
@@ -153,12 +162,16 @@ INLINE void gate_tokens(dtype type, const struct silu_mul *a, int64_t start, int
     }
 }
 
+void quire_silu_mul_share(const void *args, int worker, int num_workers)
+{
+    const struct silu_mul *a = args;
+    BY_DTYPE(a->type, gate_tokens, a, share_start(a->num_tokens, worker, num_workers),
+             share_start(a->num_tokens, worker + 1, num_workers));
+}
+
 void quire_silu_mul(const struct silu_mul *a)
 {
-    IN_PARALLEL(a->num_tokens * a->width > ROWS_WORTH_IT,
-                BY_DTYPE(a->type, gate_tokens, a,
-                         share_start(a->num_tokens, worker, num_workers),
-                         share_start(a->num_tokens, worker + 1, num_workers)));
+    in_parallel(a->num_tokens * a->width > ROWS_WORTH_IT, quire_silu_mul_share, a);
 }
 
 /* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
@@ -174,10 +187,12 @@ struct store_kv {
     int64_t value_cache_stride_b, value_cache_stride_p, value_cache_stride_h;
 };
 
-void quire_store_kv(const struct store_kv *a)
+void quire_store_kv_share(const void *args, int worker, int num_workers)
 {
+    const struct store_kv *a = args;
+    int64_t end = share_start(a->num_tokens, worker + 1, num_workers);
     int64_t bytes = a->elem_bytes, row_bytes = a->head_dim * bytes;
-    for (int64_t t = 0; t < a->num_tokens; t++) {
+    for (int64_t t = share_start(a->num_tokens, worker, num_workers); t < end; t++) {
         int64_t slot = a->slot_mapping[t];
         if (slot < 0) continue; /* PAD_SLOT */
         int64_t block = slot / a->block_size, offset = slot % a->block_size;
@@ -190,4 +205,10 @@ void quire_store_kv(const struct store_kv *a)
                    a->value + (t * a->value_stride_t + h * a->value_stride_h) * bytes, row_bytes);
         }
     }
+}
+
+void quire_store_kv(const struct store_kv *a)
+{
+    in_parallel(a->num_tokens * a->num_kv_heads * a->head_dim > ROWS_WORTH_IT,
+                quire_store_kv_share, a);
 }

@@ -83,8 +83,9 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-static void multiply_share(const struct linear *a, int worker, int num_workers)
+void quire_linear_share(const void *args, int worker, int num_workers)
 {
+    const struct linear *a = args;
     int64_t num_panels = ceil_div(a->num_out, PANEL), row_bytes = a->x_stride * 2;
     int64_t num_parts = ceil_div(MIN_SHARES * num_workers, num_panels);
     num_parts = max64(1, min64(num_parts, a->num_rows / (2 * TILE_ROWS)));
@@ -120,5 +121,5 @@ int64_t quire_has_linear(void) { return HAS_BF16_DOT; }
 
 void quire_linear(const struct linear *a)
 {
-    IN_PARALLEL(true, multiply_share(a, worker, num_workers));
+    in_parallel(true, quire_linear_share, a);
 }

@@ -1,0 +1,76 @@
+"""Hands a decoder's layers to native code, where a CPU has it for all of them."""
+
+import torch
+
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.llama_config import LlamaConfig
+from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
+from kernels.cpu.linear import PackedLinear
+
+
+class NativeLayers:
+    """A decoder's layers as native code takes them, if it does."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: tuple[DecoderLayer, ...],
+        final_norm: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> None:
+        self._shape = NativeShape(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=config.rms_norm_eps,
+        )
+        self._final_norm = final_norm
+        self._cos_sin = cos_sin
+        native = [_native_layer(layer) for layer in layers]
+        self._layers = [layer for layer in native if layer is not None]
+        self._is_whole = len(self._layers) == len(layers)
+        self._key_cache: torch.Tensor | None = None
+        self._decoder: NativeDecoder | None = None
+
+    def over(self, pool: KvPool) -> NativeDecoder | None:
+        """The layers over this pool's memory; None: they run op by op."""
+        if not self._is_whole:
+            return None
+        key_cache = pool.key_cache(0)
+        if key_cache.dtype is not self._final_norm.dtype:
+            return None
+        if self._key_cache is not key_cache:
+            caches = [(pool.key_cache(i), pool.value_cache(i)) for i in range(len(self._layers))]
+            self._decoder = NativeDecoder(
+                self._shape, self._layers, self._final_norm, self._cos_sin, caches
+            )
+            self._key_cache = key_cache
+        return self._decoder
+
+
+def _native_layer(layer: DecoderLayer) -> NativeLayer | None:
+    mlp = layer.feed_forward
+    if not isinstance(mlp, GatedMlp):
+        return None
+    qkv, output, gate_up, down = layer.qkv, layer.attention_output, mlp.gate_up, mlp.down
+    if not (
+        isinstance(qkv, PackedLinear)
+        and isinstance(output, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
+    ):
+        return None
+    norms = layer.qk_norm
+    return NativeLayer(
+        input_norm=layer.input_norm,
+        qkv=qkv,
+        qk_norm=None if norms is None else (norms.query, norms.key),
+        window=layer.window,
+        attention_output=output,
+        mlp_norm=layer.mlp_norm,
+        gate_up=gate_up,
+        down=down,
+    )
