@@ -1,8 +1,9 @@
 """Triton kernels, each with a plain-torch twin in `kernels.reference`.
 
-Call them through `kernels.ops`, which runs the Triton launcher for CUDA tensors and the twin for
-all others. One kernel is four things: the math in its docstring, a launcher that checks,
-allocates and launches, the twin of the same signature, and a test that compares the two.
+Call them through `kernels.ops`, which runs the Triton launcher for CUDA tensors, the native code of
+`kernels.cpu` for those on a CPU, and the twin for all others. One kernel is four things: the math
+in its docstring, a launcher that checks, allocates and launches, the twin of the same signature,
+and a test that compares the two.
 
 The KV pool is block-major: a layer's key or value cache is a view [num_blocks, block_size,
 num_kv_heads, head_dim] whose blocks lie far apart, so kernels take strides and compute offsets

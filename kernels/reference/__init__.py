@@ -1,4 +1,4 @@
-"""The plain-torch twin of every kernel: the definition of its result, and the path CPUs run.
+"""The plain-torch twin of every kernel: the definition of its result, and what runs without one.
 
 Each twin has the signature of the Triton launcher of the same name in `kernels`.
 """

@@ -1,0 +1,90 @@
+"""The layers as one native program, against the same layers op by op."""
+
+import pytest
+import torch
+
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.models.native_layers import NativeLayers
+from kernels.cpu.decoder import NativeInputs
+from kernels.cpu.library import native
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
+
+pytestmark = pytest.mark.skipif(
+    (library := native()) is None or not library.has_linear,
+    reason="this CPU has no dot product of bfloat16",
+)
+BF16 = torch.bfloat16
+
+
+def run(model, prompts, num_tokens, **loop_args):
+    sequences = [Sequence(prompt, start_step=2 * i) for i, prompt in enumerate(prompts)]
+    PagedLoop(model, 8, num_blocks=512, **loop_args).generate(sequences, num_tokens, chunk_len=48)
+    return sequences
+
+
+def assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=24, **loop_args):
+    fused = run(model, prompts, num_tokens, **loop_args)
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeLayers, "over", lambda _layers, _pool: None)
+        op_by_op = run(model, prompts, num_tokens, **loop_args)
+    for one, other in zip(fused, op_by_op, strict=True):
+        assert one.output == other.output
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+        ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_it_gives_the_bits_of_the_ops(model_dirs, monkeypatch, family, overrides):
+    model = load(model_dirs.get(family, **overrides), BF16)
+    assert model._native.over(PagedLoop(model, 8).pool) is not None
+    prompts = [random_prompt(length, seed=length) for length in (1, 15, 48, 100)]
+    assert_same_op_by_op(model, prompts, monkeypatch, num_padding=2)
+
+
+def test_it_gives_the_bits_of_the_ops_past_a_split_on_several_threads(model_dirs, monkeypatch):
+    model = load(model_dirs.get("llama", max_position_embeddings=1024), BF16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        prompts = [random_prompt(530, seed=1), random_prompt(3, seed=2)]
+        assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=6)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_pool_is_another_program(model_dirs):
+    model = load(model_dirs.get("llama"), BF16)
+    prompt = random_prompt(20, seed=1)
+    first, second = (run(model, [prompt], 5)[0] for _ in range(2))
+    assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mixtral", BF16), ("llama", torch.float32)])
+def test_what_has_no_native_code_for_all_of_it_runs_op_by_op(model_dirs, family, dtype):
+    model = load(model_dirs.get(family), dtype)
+    assert model._native.over(PagedLoop(model, 8).pool) is None
+
+
+def test_a_tensor_that_does_not_fit_is_named(model_dirs):
+    model = load(model_dirs.get("llama"), BF16)
+    decoder = model._native.over(KvPool(model.config, 4, 8, BF16, CPU))
+    fitting = {
+        "hidden": torch.zeros(2, model.config.hidden_size, dtype=BF16),
+        "positions": torch.tensor([0, 1]),
+        "slot_mapping": torch.tensor([0, 1]),
+        "block_tables": torch.zeros(1, 1, dtype=torch.int32),
+        "seq_lens": torch.tensor([2], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 2], dtype=torch.int32),
+    }
+    assert decoder.forward(NativeInputs(**fitting)).shape == (2, model.config.hidden_size)
+    for name, tensor in fitting.items():
+        with pytest.raises(ValueError, match=name):
+            decoder.forward(NativeInputs(**{**fitting, name: tensor.double()}))
