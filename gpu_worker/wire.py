@@ -20,7 +20,8 @@ from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 
 _MAX_LOGIT_BIASES = 1024
-_MAX_LOGPROBS = 20
+_MAX_LOGPROBS = 1024
+"""More than a client may ask for: the candidates of a beam search."""
 
 
 def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepInput:

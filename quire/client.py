@@ -23,6 +23,7 @@ import grpc.aio
 from quire import kv_wire, wire
 from quire.kv_types import WorkerKv
 from quire.types import (
+    BeamSearch,
     ChatMessage,
     Completion,
     Event,
@@ -47,6 +48,7 @@ from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 __all__ = [
     "AsyncClient",
+    "BeamSearch",
     "ChatMessage",
     "Client",
     "Completion",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 
 class FinishReason(Enum):
@@ -53,11 +53,22 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the likeliest outputs; see `quire.v1.BeamSearch` for each field."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    """As `transformers` has it."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate`; see `quire.v1.GenerateRequest` for each."""
 
     model: str
     n: int
+    beam: BeamSearch | None
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
@@ -105,6 +116,8 @@ class OutputFinished:
     stop_string: str | None = None
     stop_token_id: int | None = None
     error: OutputError | None = None
+    cumulative_logprob: float | None = None
+    """Of an output that a beam search found: the sum of its tokens' log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

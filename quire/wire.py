@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from quire.types import (
+    BeamSearch,
     ChatMessage,
     Completion,
     Event,
@@ -33,16 +34,35 @@ _REASONS = {
 }
 
 
+_EARLY_STOPPING: dict[bool | str, common_pb2.EarlyStopping] = {
+    False: common_pb2.EARLY_STOPPING_HEURISTIC,
+    True: common_pb2.EARLY_STOPPING_WHEN_FULL,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+
+
 def generate_request_to_proto(
     prompt: str | Sequence[int], sampling: SamplingParams, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """Make a request of a prompt, text or token ids."""
-    request = inference_pb2.GenerateRequest(sampling=sampling_to_proto(sampling), **options)
+    others = {name: value for name, value in options.items() if name != "beam"}
+    request = inference_pb2.GenerateRequest(sampling=sampling_to_proto(sampling), **others)  # type: ignore[arg-type]
+    if (beam := options.get("beam")) is not None:
+        request.beam.CopyFrom(beam_to_proto(beam))
     if isinstance(prompt, str):
         request.text = prompt
     else:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))
     return request
+
+
+def beam_to_proto(beam: BeamSearch) -> common_pb2.BeamSearch:
+    """Take the words of `transformers` for when a search stops."""
+    return common_pb2.BeamSearch(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam.early_stopping],
+    )
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -173,6 +193,9 @@ def finished_from_proto(finished: inference_pb2.OutputFinished) -> OutputFinishe
         stop_string=finished.stop_string if stopped_by == "stop_string" else None,
         stop_token_id=finished.stop_token_id if stopped_by == "stop_token_id" else None,
         error=error,
+        cumulative_logprob=(
+            finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None
+        ),
     )
 
 

@@ -63,6 +63,23 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+class EarlyStopping(Enum):
+    """When a beam search stops before its end: see `quire.v1.EarlyStopping`."""
+
+    HEURISTIC = "heuristic"
+    WHEN_FULL = "when_full"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the likeliest outputs: each field as in `quire.v1.BeamSearch`."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt and how to continue it, as a face received it: not yet validated."""
@@ -80,6 +97,8 @@ class GenerateRequest:
     """Whether text gets the model's own special tokens; False after a chat template."""
     skip_special_tokens: bool = True
     n: int = 1
+    beam: BeamSearch | None = None
+    """Search for the outputs instead of drawing them."""
     cache_salt: str = ""
     cache_pin_s: float | None = None
     """How long the prompt stays in the prefix cache, whatever else is evicted; None: as others."""
@@ -130,6 +149,8 @@ class OutputFinished:
     stop_string: str | None = None
     stop_token_id: int | None = None
     error: OutputError | None = None
+    cumulative_logprob: float | None = None
+    """Of an output that a beam search found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class Inference:
             priority=request.priority,
             tenant=request.tenant,
             deadline=request.deadline,
+            beam=request.beam,
         )
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

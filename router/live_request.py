@@ -10,6 +10,7 @@ from typing import Self
 
 from router import metrics
 from router.domain import (
+    BeamSearch,
     Event,
     FinishReason,
     OutputError,
@@ -45,6 +46,7 @@ class ReplayRecord:
     tenant: str
     deadline: float | None
     """On the event loop's clock; None: never."""
+    beam: BeamSearch | None = None
 
 
 class LiveRequest:
@@ -138,7 +140,7 @@ class LiveRequest:
         if output.last_token_at is None:
             if output.index == 0:
                 metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
-        else:
+        elif self.record.beam is None:  # the tokens of a search come all at once
             metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
@@ -165,13 +167,20 @@ class LiveRequest:
         reason: FinishReason,
         stop_token_id: int | None = None,
         error: OutputError | None = None,
+        cumulative_logprob: float | None = None,
     ) -> None:
         """Ends an output that has not ended."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # the model's own end token
         output.finish(
-            OutputFinished(output.index, reason, stop_token_id=stop_token_id, error=error)
+            OutputFinished(
+                output.index,
+                reason,
+                stop_token_id=stop_token_id,
+                error=error,
+                cumulative_logprob=cumulative_logprob,
+            )
         )
         self._tell(output)
 

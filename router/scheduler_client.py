@@ -300,7 +300,13 @@ class SchedulerClient:
                 live.admit(admission.seq_key, admission.num_cached_tokens)
         for ending in news.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
-                live.finish(ending.seq_key, ending.reason, ending.stop_token_id, ending.error)
+                live.finish(
+                    ending.seq_key,
+                    ending.reason,
+                    ending.stop_token_id,
+                    ending.error,
+                    ending.cumulative_logprob,
+                )
         if stopped and self._outbox is not None:
             self._outbox.cancel(stopped)
 

@@ -76,6 +76,8 @@ class Ending:
     reason: FinishReason
     stop_token_id: int | None
     error: OutputError | None
+    cumulative_logprob: float | None = None
+    """Of an output that a beam search found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from router.scheduler_news import (
     StepNews,
     Welcome,
 )
-from router.wire import logprob_from_proto, sampling_to_proto
+from router.wire import beam_to_proto, logprob_from_proto, sampling_to_proto
 from rpc.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
@@ -78,6 +78,7 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
             priority=record.priority,
             tenant=record.tenant,
             deadline_s=None if record.deadline is None else max(0.0, record.deadline - now),
+            beam=None if record.beam is None else beam_to_proto(record.beam),
         )
     )
 
@@ -144,6 +145,9 @@ def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
         reason=reason,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         error=error,
+        cumulative_logprob=(
+            message.cumulative_logprob if message.HasField("cumulative_logprob") else None
+        ),
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from router.domain import GenerateRequest, ModelInfo, SamplingParams
+from router.domain import BeamSearch, GenerateRequest, ModelInfo, SamplingParams
 from rpc.errors import InvalidArgumentError, UnimplementedError
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -22,7 +22,24 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 64
+MIN_BEAM_WIDTH: Final = 2
+MAX_BEAM_WIDTH: Final = 10
+MAX_LENGTH_PENALTY: Final = 5
 MAX_SEED: Final = 2**64 - 1
+
+_NOT_WITH_BEAM: Final = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "structured",
+)
+"""Fields of `SamplingParams` that a beam search has no use for."""
 
 
 def check_request(request: GenerateRequest, model: ModelInfo, max_prompt_bytes: int) -> None:
@@ -47,6 +64,8 @@ def check_request(request: GenerateRequest, model: ModelInfo, max_prompt_bytes: 
     _check_range("n", request.n, 1, MAX_N)
     _check_stop(request.stop)
     check_sampling(request.sampling, model)
+    if request.beam is not None:
+        _check_search(request, request.beam, model)
     if isinstance(request.prompt, str):
         if not request.prompt:
             raise InvalidArgumentError("prompt", "is empty; it must have at least 1 character")
@@ -91,6 +110,36 @@ def check_sampling(sampling: SamplingParams, model: ModelInfo) -> None:
                 f"has the token id {token_id}; it must be in [0, {model.vocab_size})",
             )
         _check_range(f"sampling.logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_search(request: GenerateRequest, beam: BeamSearch, model: ModelInfo) -> None:
+    """Checks a beam search, and that nothing else is asked for that draws or changes a draw."""
+    _check_range("beam.width", beam.width, MIN_BEAM_WIDTH, MAX_BEAM_WIDTH)
+    _check_range("n", request.n, 1, beam.width)
+    penalty = beam.length_penalty
+    _check_range("beam.length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    sampling, neutral = request.sampling, SamplingParams()
+    if sampling.temperature not in {0, 1}:
+        raise InvalidArgumentError(
+            "sampling.temperature",
+            f"is {sampling.temperature}; with beam it must be 0, 1 or unset: the search goes by the"
+            " model's own distribution",
+        )
+    for name in _NOT_WITH_BEAM:
+        if getattr(sampling, name) != getattr(neutral, name):
+            raise InvalidArgumentError(f"sampling.{name}", "is set; with beam it must not be")
+    if request.stop:
+        raise InvalidArgumentError(
+            "stop", f"has {len(request.stop)} entries; with beam it must have none"
+        )
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+    num_kept = max(2, 1 + len(ends)) * beam.width
+    if num_kept > model.vocab_size:
+        raise InvalidArgumentError(
+            "beam.width",
+            f"is {beam.width}; with {len(ends)} tokens that end an output the vocabulary, which"
+            f" has {model.vocab_size} tokens, must have at least {num_kept}",
+        )
 
 
 def settle_sampling(

@@ -4,6 +4,8 @@ from typing import Final
 
 from quire.v1 import common_pb2, inference_pb2
 from router.domain import (
+    BeamSearch,
+    EarlyStopping,
     Event,
     FinishReason,
     GenerateRequest,
@@ -28,11 +30,21 @@ _FINISH_REASON_TO_PROTO: Final = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 
+_EARLY_STOPPING_TO_PROTO: Final = {
+    EarlyStopping.HEURISTIC: common_pb2.EARLY_STOPPING_HEURISTIC,
+    EarlyStopping.WHEN_FULL: common_pb2.EARLY_STOPPING_WHEN_FULL,
+    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_PROTO: Final = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    **{proto: domain for domain, proto in _EARLY_STOPPING_TO_PROTO.items()},
+}
+
 
 def generate_request_from_proto(
     message: inference_pb2.GenerateRequest, deadline: float | None
 ) -> GenerateRequest:
-    """Reads a request; raises InvalidArgumentError if it has no prompt."""
+    """Reads a request; raises InvalidArgumentError if it has no prompt, or an unknown enum."""
     match message.WhichOneof("prompt"):
         case "text":
             prompt: str | tuple[int, ...] = message.text
@@ -51,9 +63,31 @@ def generate_request_from_proto(
             message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         ),
         n=message.n if message.HasField("n") else 1,
+        beam=_beam_from_proto(message.beam) if message.HasField("beam") else None,
         cache_salt=message.cache_salt,
         cache_pin_s=message.cache_pin_s if message.HasField("cache_pin_s") else None,
         deadline=deadline,
+    )
+
+
+def _beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
+    if message.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
+        raise InvalidArgumentError(
+            "beam.early_stopping", f"is {message.early_stopping}, which this version does not know"
+        )
+    return BeamSearch(
+        width=message.width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=_EARLY_STOPPING_FROM_PROTO[message.early_stopping],
+    )
+
+
+def beam_to_proto(beam: BeamSearch) -> common_pb2.BeamSearch:
+    """Writes what a request says of its search."""
+    return common_pb2.BeamSearch(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=_EARLY_STOPPING_TO_PROTO[beam.early_stopping],
     )
 
 
@@ -182,6 +216,7 @@ def finished_to_proto(finished: OutputFinished) -> inference_pb2.OutputFinished:
         else common_pb2.OutputError(
             code=error.code, message=error.message, retryable=error.retryable
         ),
+        cumulative_logprob=finished.cumulative_logprob,
     )
 
 

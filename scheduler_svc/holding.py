@@ -40,6 +40,8 @@ class HeldRequests:
             request = command.request
             first = request.first_seq_key
             ended = [i for i in _live_outputs(request) if first + i in keys]
+            if ended and request.beam is not None:
+                ended = _live_outputs(request)  # a search ends as a whole
             if request.source != source or not ended:
                 self.add(command)
                 continue

@@ -44,6 +44,10 @@ class SequencesAtWorker:
             return Progress.WAITED
         num_prompt_tokens = len(request.prompt_token_ids)
         for new in sequences:
+            if request.beam is not None:  # it began with its prompt: a longer one has had steps
+                if len(new.token_ids) > num_prompt_tokens:
+                    return Progress.SOME
+                continue
             output = request.outputs[new.output_index]
             if num_prompt_tokens + len(output.token_ids) > len(new.token_ids):
                 return Progress.SOME

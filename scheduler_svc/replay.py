@@ -34,10 +34,16 @@ from scheduler_svc.wire.recording import read_recording
 
 @dataclass(slots=True)
 class Preemption:
-    """A running sequence lost its blocks: who, when, why, and what it cost."""
+    """A running sequence lost its blocks: who, when, why, and what it cost.
+
+    Of a beam search it says the same of the whole, under the sequence that leads it; tokens are
+    those of the best beam.
+    """
 
     step_id: int
     """The step that was being planned."""
+    num_beams: int
+    """Of a search, those that ran; 0: it was none."""
     seq_id: int
     request_id: str
     output_index: int
@@ -48,7 +54,7 @@ class Preemption:
     num_later: int
     """How many of them had been submitted after it."""
     num_blocks_due: int
-    """Blocks that the decoding sequences needed for the step."""
+    """Blocks that the decoding sequences and the beams needed for the step."""
     num_free_blocks: int
     num_held_blocks: int
     """Blocks of sequences that had gone, still held by steps in flight."""
@@ -247,18 +253,22 @@ class _WatchedScheduler(Replica):
         step = StepId(self._steps.last + 1)
         num_free = self._pool.num_free
         running = [other for other in self._live if other.row is not None]
+        leader, own = (seq, [seq]) if seq.group is None else (seq.group.leader, seq.group.places)
+        later = [other for other in running if other.seq_id > seq.seq_id and other not in own]
         preemption = Preemption(
             step_id=step,
-            seq_id=seq.seq_id,
+            num_beams=0 if seq.group is None else len(own),
+            seq_id=leader.seq_id,
             request_id=seq.request.request_id,
-            output_index=seq.output_index,
+            output_index=leader.output_index,
             arrived=seq.arrived,
             num_running=len(running),
-            num_later=sum(other.seq_id > seq.seq_id for other in running),
-            num_blocks_due=self._running.num_blocks_due(step),
+            num_later=len(later),
+            num_blocks_due=self._running.num_blocks_due(step) + self._beams.num_blocks_due,
             num_free_blocks=num_free,
             num_held_blocks=len(set(self._steps.held_blocks)),
-            num_own_blocks=len(seq.block_ids) + (seq.copy_from is not None),
+            num_own_blocks=len({block for each in own for block in each.block_ids})
+            + (seq.copy_from is not None),
             num_freed_blocks=0,
             num_known_tokens=self._rows.num_tokens(seq.row),
             has_failed_swap_in=not can_swap,

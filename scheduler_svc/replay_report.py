@@ -154,15 +154,16 @@ def _describe_times(times_s: Sequence[float]) -> str:
 
 
 def _describe_preemption(number: int, it: Preemption, replay: Replay) -> Iterator[str]:
+    what = f"a search, with {it.num_beams} beams," if it.num_beams else f"output {it.output_index}"
     yield (
-        f"preemption {number}, planning step {it.step_id}: sequence {it.seq_id}, output "
-        f"{it.output_index} of request {it.request_id!r}"
+        f"preemption {number}, planning step {it.step_id}: sequence {it.seq_id}, "
+        f"{what} of request {it.request_id!r}"
     )
     missing = it.num_blocks_due - it.num_free_blocks
     yield (
         "  why:   a block that was swapped in for it is not what was swapped out"
         if it.has_failed_swap_in
-        else f"  why:   the decoding sequences needed {_blocks(it.num_blocks_due)}, "
+        else f"  why:   the running sequences needed {_blocks(it.num_blocks_due)}, "
         f"{it.num_free_blocks} were free, {it.num_held_blocks} more held by steps in flight: "
         f"{missing} too few"
     )

@@ -13,6 +13,7 @@ from rpc.errors import InvalidArgumentError, QuireError
 from rpc.server import Service
 from scheduler_svc.core.describe import describe
 from scheduler_svc.core.request import SeqKey
+from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.router_streams import RouterStream, RouterStreams
@@ -51,7 +52,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         model = await self._fleet.model()
         stream = self._streams.open(router_id)
         log.info("router connected", router_id=router_id, source=stream.source)
-        reader = asyncio.create_task(self._read(requests, stream, model.vocab_size))
+        reader = asyncio.create_task(self._read(requests, stream, model))
         try:
             await context.write(welcome_to_proto(self._epoch, model))
             while (message := await stream.next_message()) is not None:
@@ -117,23 +118,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         requests: AsyncIterator[scheduler_pb2.ConnectRequest],
         stream: RouterStream,
-        vocab_size: int,
+        model: ModelInfo,
     ) -> None:
         """Hand on what the router wants, until it says no more; that ends its stream."""
         try:
             async for message in requests:
-                self._obey(message, stream, vocab_size)
+                self._obey(message, stream, model)
         except Exception as error:  # noqa: BLE001 - the handler raises it: it is logged there
             stream.end(error)
         finally:
             stream.end()
 
     def _obey(
-        self, message: scheduler_pb2.ConnectRequest, stream: RouterStream, vocab_size: int
+        self, message: scheduler_pb2.ConnectRequest, stream: RouterStream, model: ModelInfo
     ) -> None:
         match message.WhichOneof("message"):
             case "submit":
-                self._submit(message.submit, stream, vocab_size)
+                self._submit(message.submit, stream, model)
             case "cancel":
                 keys = [SeqKey(key) for key in message.cancel.seq_keys]
                 self._fleet.cancel(stream.source, keys)
@@ -142,9 +143,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case _:
                 raise InvalidArgumentError("message", "is not set")
 
-    def _submit(self, message: scheduler_pb2.Submit, stream: RouterStream, vocab_size: int) -> None:
+    def _submit(
+        self, message: scheduler_pb2.Submit, stream: RouterStream, model: ModelInfo
+    ) -> None:
         try:
-            request = request_from_proto(message, stream.source, vocab_size, time.monotonic())
+            request = request_from_proto(message, stream.source, model, time.monotonic())
             stream.claim(request)
         except InvalidArgumentError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))

@@ -52,6 +52,7 @@ from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
+from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
 _T = TypeVar("_T")
@@ -283,7 +284,7 @@ class Session:
                 prompt_logprobs_to_proto(timed.step_id, result.prompt_logprobs, self._core.owner)
             )
         with timeline.span("update"):
-            news = self._core.update(result.outcome)
+            news = self._core.update(with_candidates(result, self._core.beam_rows))
         with timeline.span("tell the routers"):
             self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
         self._metrics.update.observe(time.perf_counter() - started)

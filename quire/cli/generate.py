@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from quire.cli.settings import ClientSettings, GenerateSettings
 from quire.cli.streaming import show_each, show_one
 from quire.cli.target import connection_errors, find_target
 from quire.client import Client
-from quire.types import SamplingParams
+from quire.types import BeamSearch, SamplingParams
 from rpc.settings import parse_settings
 
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
             timeout_s=settings.timeout_s,
             model=settings.served_model_name,
             n=settings.n,
+            beam=beam_from(settings),
             stop=(settings.stop,) if settings.stop else (),
             cache_pin_s=settings.cache_pin_s,
         )
@@ -32,6 +34,16 @@ def main(argv: Sequence[str]) -> int:
             show_one(events)
             print()
     return 0
+
+
+def beam_from(settings: GenerateSettings) -> BeamSearch | None:
+    """Take what the flags say of a beam search."""
+    if settings.beam_width is None:
+        return None
+    stopping: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
+    return BeamSearch(
+        settings.beam_width, settings.length_penalty, stopping[settings.early_stopping]
+    )
 
 
 def sampling_from(settings: ClientSettings, *, ignore_eos: bool = False) -> SamplingParams:

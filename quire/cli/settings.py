@@ -160,12 +160,26 @@ class GenerateSettings(ClientSettings):
     """The text to continue; - reads standard input."""
     n: Positive = 1
     """How many outputs; more than one are shown when complete, one after another."""
+    beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
+    """Search for the likeliest outputs, keeping so many beginnings; default: draw."""
+    length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
+    """With --beam-width: above 0 longer outputs are favoured."""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """With --beam-width: when the search stops, as transformers has it."""
     stop: str = ""
     """Text that ends the output; empty: none."""
     cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Keep the prompt in the prefix cache for so many seconds, whatever else is evicted."""
     ignore_eos: bool = False
     """Go on past the model's end of text."""
+
+    @model_validator(mode="after")
+    def _search_has_a_width(self) -> Self:
+        fields = type(self).model_fields
+        for name in ("length_penalty", "early_stopping"):
+            if self.beam_width is None and getattr(self, name) != fields[name].default:
+                raise ValueError(f"--{name.replace('_', '-')} needs --beam-width")
+        return self
 
 
 class ChatSettings(ClientSettings):

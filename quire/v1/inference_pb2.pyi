@@ -15,7 +15,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "sampling", "stop", "include_stop_str_in_output", "skip_special_tokens", "n", "cache_salt", "cache_pin_s")
+    __slots__ = ("request_id", "model", "text", "token_ids", "sampling", "stop", "include_stop_str_in_output", "skip_special_tokens", "n", "cache_salt", "cache_pin_s", "beam")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CACHE_PIN_S_FIELD_NUMBER: _ClassVar[int]
+    BEAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -38,7 +39,8 @@ class GenerateRequest(_message.Message):
     n: int
     cache_salt: str
     cache_pin_s: float
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., cache_pin_s: _Optional[float] = ...) -> None: ...
+    beam: _common_pb2.BeamSearch
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "delta", "finished", "usage", "prompt")
@@ -75,18 +77,20 @@ class OutputDelta(_message.Message):
     def __init__(self, output_index: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class OutputFinished(_message.Message):
-    __slots__ = ("output_index", "finish_reason", "stop_string", "stop_token_id", "error")
+    __slots__ = ("output_index", "finish_reason", "stop_string", "stop_token_id", "error", "cumulative_logprob")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     finish_reason: _common_pb2.FinishReason
     stop_string: str
     stop_token_id: int
     error: _common_pb2.OutputError
-    def __init__(self, output_index: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.OutputError, _Mapping]] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, output_index: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.OutputError, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "pinned_tokens")

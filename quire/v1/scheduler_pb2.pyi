@@ -43,7 +43,7 @@ class SchedulerWelcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s")
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_PIN_S_FIELD_NUMBER: _ClassVar[int]
+    BEAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_seq_key: int
     n: int
@@ -68,7 +69,8 @@ class Submit(_message.Message):
     tenant: str
     deadline_s: float
     cache_pin_s: float
-    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ...) -> None: ...
+    beam: _common_pb2.BeamSearch
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ...) -> None: ...
 
 class OutputSoFar(_message.Message):
     __slots__ = ("token_ids", "finished")
@@ -153,16 +155,18 @@ class SequencePinned(_message.Message):
     def __init__(self, seq_key: _Optional[int] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceFinished(_message.Message):
-    __slots__ = ("seq_key", "finish_reason", "stop_token_id", "error")
+    __slots__ = ("seq_key", "finish_reason", "stop_token_id", "error", "cumulative_logprob")
     SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     seq_key: int
     finish_reason: _common_pb2.FinishReason
     stop_token_id: int
     error: _common_pb2.OutputError
-    def __init__(self, seq_key: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.OutputError, _Mapping]] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, seq_key: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.OutputError, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class GetSchedulerLoadRequest(_message.Message):
     __slots__ = ()

@@ -122,7 +122,11 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         [message.for_template() for message in body.messages],
         **body.chat_template_kwargs,
     )
-    field_to_json = {"prompt": "messages", "logprobs": "top_logprobs"}
+    field_to_json = {
+        **body.beam_field_to_json,
+        "prompt": "messages",
+        "logprobs": "top_logprobs",
+    }
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens

@@ -13,7 +13,7 @@ from router.openai.answer import Call
 from router.openai.json_text import excerpt
 from router.openai.responses import CompletionShape, Echo
 from router.openai.schema import UNIMPLEMENTED, Body, Prompt
-from rpc.errors import InvalidArgumentError, UnimplementedError
+from rpc.errors import InvalidArgumentError
 
 MAX_PROMPTS = 1024
 """Most prompts of one call."""
@@ -63,18 +63,9 @@ class CompletionBody(Body):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
-    best_of: int | None = None
     add_special_tokens: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
-
-    def check(self) -> None:
-        """Check what concerns several fields; raises InvalidArgumentError, UnimplementedError."""
-        super().check()
-        if self.best_of is not None and self.best_of != self.n:
-            raise UnimplementedError(
-                f"best_of is {self.best_of}; only one equal to n, which is {self.n}, is supported"
-            )
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
@@ -120,4 +111,5 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         prompts=prompts,
         stream=body.stream,
         include_usage=body.include_usage,
+        field_to_json=body.beam_field_to_json,
     )

@@ -291,7 +291,10 @@ def model_json(model: ModelInfo, created: int) -> Json:
 def _end(finished: OutputFinished) -> Json:
     # `stop_reason` is vLLM's: which stop string or stop token it was.
     stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
-    return {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
+    end: Json = {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
+    if finished.cumulative_logprob is not None:  # nobody's; vLLM has it in Python only
+        end["cumulative_logprob"] = finished.cumulative_logprob
+    return end
 
 
 def _finite(logprob: float) -> float:

@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from router.domain import GenerateRequest, SamplingParams
+from router.openai.beam import BeamFields
 from router.openai.json_object import Schema
 from router.openai.json_text import excerpt
 from router.openai.structured import StructuredFields
@@ -40,11 +41,10 @@ class StreamOptions(Schema):
     include_usage: bool = False
 
 
-class Body(StructuredFields):
+class Body(StructuredFields, BeamFields):
     """What both completions and chat completions take."""
 
     model: str = ""
-    n: int = 1
     stop: Annotated[list[str], BeforeValidator(_listed), Field(default_factory=list)]
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -96,6 +96,7 @@ class Body(StructuredFields):
             add_special_tokens=add_special_tokens,
             skip_special_tokens=self.skip_special_tokens,
             n=self.n,
+            beam=self.beam(),
             cache_salt=self.cache_salt,
             cache_pin_s=self.cache_pin_s,
         )
@@ -134,8 +135,6 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "store": (False,),
         "metadata": ({},),
         "service_tier": ("auto", "default"),
-        "use_beam_search": (False,),
-        "length_penalty": (1, 1.0),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
         "return_token_ids": (False,),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DeadlineError,
     NoPrefixCacheError,
@@ -12,8 +13,8 @@ from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import Request
 
 
-def check_length(request: Request, max_request_len: int) -> None:
-    """Check that each sequence of a request could finish if it ran alone.
+def check_length(request: Request, max_request_len: int, config: SchedulerConfig) -> None:
+    """Check that each sequence of a request, or its search, could finish if it ran alone.
 
     Raises:
         RequestTooLongError: Naming what is too long, and the limit.
@@ -30,6 +31,8 @@ def check_length(request: Request, max_request_len: int) -> None:
                 f"output {index} has {len(output.token_ids)} tokens and is not finished; "
                 f"max_tokens is {request.max_tokens}"
             )
+    if request.beam is not None:
+        _check_search(request, request.beam.width, config)
 
 
 def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
@@ -86,6 +89,24 @@ def check_deadline(
             f"the deadline is in {left_s:.3f} s and cannot be met: {num_tokens} prompt tokens at "
             f"{rates.prefill_tokens_per_s:.0f} tokens/s and {num_steps} steps of "
             f"{rates.step_s:.4f} s take {rates.least_s(num_tokens, num_steps):.3f} s"
+        )
+
+
+def _check_search(request: Request, width: int, config: SchedulerConfig) -> None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if width > config.max_num_seqs:
+        raise RequestTooLongError(
+            f"the beam width is {width}; at most {config.max_num_seqs} sequences run at once"
+        )
+    # The last token is not computed. What beams have in common for certain is the prompt.
+    num_blocks = -(-(num_prompt_tokens + request.max_tokens - 1) // config.block_size)
+    if request.max_tokens > 1:
+        num_shared = num_prompt_tokens // config.block_size
+        num_blocks = num_shared + width * (num_blocks - num_shared)
+    if num_blocks > config.num_blocks:
+        raise RequestTooLongError(
+            f"{width} beams with a prompt of {num_prompt_tokens} tokens and max_tokens "
+            f"{request.max_tokens} may take {num_blocks} blocks; there are {config.num_blocks}"
         )
 
 

@@ -81,6 +81,22 @@ def check(core: Scheduler) -> None:
         and len(siblings) == core._live.num_siblings,  # noqa: SLF001
         "a sibling has no leader, or two",
     )
+    groups = {id(seq.group): seq.group for seq in live if seq.group is not None}.values()
+    _expect(
+        rows.num_reserved == sum(len(group.spares) for group in groups if group.places)
+        and rows.num_reserved <= len(rows._free),  # noqa: SLF001
+        "the rows that are kept for beams are miscounted",
+    )
+    for group in groups:
+        beams = [seq for seq in group.seqs if seq.status in RUNNING]
+        _expect(
+            set(group.places) == set(beams) and len(beams) == len(group.places),
+            f"the beams of sequence {group.leader.seq_id} are not those listed",
+        )
+        _expect(
+            bool(group.places) == (group in list(core._beams)),  # noqa: SLF001
+            f"the search of sequence {group.leader.seq_id} runs and does not",
+        )
     next_step = core._steps.last + 1  # noqa: SLF001
     decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
     _expect(

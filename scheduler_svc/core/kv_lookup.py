@@ -65,6 +65,14 @@ class KvLookup:
         extend_chain(seq.block_hashes, root, seq.token_ids, self._block_size)
         return seq.block_hashes[: num_tokens // self._block_size]
 
+    def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
+        """Look up what follows the full blocks that a sequence will share in any case."""
+        found = self.find(seq)
+        if len(found.ready) < len(shared):
+            return FoundKv(shared, [], [], len(shared) * self._block_size)
+        ready = shared + found.ready[len(shared) :]
+        return FoundKv(ready, found.loading, found.sources, found.num_tokens)
+
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of a prompt the prefix cache has, of all but the last."""
         if not (self._is_enabled and request.reads_prefix_cache):

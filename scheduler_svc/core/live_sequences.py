@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
+from scheduler_svc.core.beam_group import BeamGroup
 from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.policies.policy import Place
 from scheduler_svc.core.request import OutputSoFar, Request, SeqId, SourceId
@@ -15,7 +17,8 @@ class LiveSequences:
     """Every sequence from its request's arrival to its end; the owner of the siblings' lists.
 
     The first sequence of a new request leads: it computes the prompt, and the others, its siblings,
-    fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds.
+    fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds. A
+    beam search has a sequence for each beam, of which the first `n` have the names of its outputs.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,10 @@ class LiveSequences:
 
     def __iter__(self) -> Iterator[Sequence]:
         for by_key in self._by_source.values():
-            yield from by_key.values()
+            for seq in by_key.values():
+                yield seq
+                if seq.group is not None and seq is seq.group.leader:
+                    yield from seq.group.seqs[seq.request.n :]
 
     def add(self, request: Request, place: Place, now: float) -> list[Sequence]:
         """Create the sequences of a request that are not finished.
@@ -34,6 +40,8 @@ class LiveSequences:
         Returns:
             Those that can be queued; the others are siblings of the first.
         """
+        if request.beam is not None:
+            return [self._add_search(request, request.beam.width, place, now)]
         seqs = [
             self._create(request, index, place, now)
             for index in range(request.n)
@@ -51,13 +59,13 @@ class LiveSequences:
         return [leader]
 
     def find(self, source: SourceId, seq_keys: Iterable[int]) -> list[Sequence]:
-        """Return those of a source's sequences that are live."""
+        """Return those of a source's sequences that are live; of a search its leader."""
         by_key = self._by_source.get(source, {})
-        return [by_key[key] for key in seq_keys if key in by_key]
+        return _leaders(by_key[key] for key in seq_keys if key in by_key)
 
     def of_source(self, source: SourceId) -> list[Sequence]:
-        """Return all sequences of a source."""
-        return list(self._by_source.get(source, {}).values())
+        """Return all sequences of a source; of a search its leader."""
+        return _leaders(self._by_source.get(source, {}).values())
 
     def take_siblings(self, leader: Sequence) -> list[Sequence]:
         """Return the siblings, which no longer wait for `leader`; the caller moves them on."""
@@ -97,10 +105,25 @@ class LiveSequences:
             known_tokens: int32[N], a copy of a sequence's prompt and output so far.
         """
         by_request: dict[int, list[Sequence]] = {}
-        for seq in self:
+        for seq in chain.from_iterable(by_key.values() for by_key in self._by_source.values()):
             by_request.setdefault(id(seq.request), []).append(seq)
         groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
         return tuple(resubmittable(seqs, known_tokens) for seqs in groups)
+
+    def _add_search(self, request: Request, width: int, place: Place, now: float) -> Sequence:
+        """Create the sequences of a beam search; return the one that can be queued."""
+        bare = replace(request, outputs=())  # it starts anew
+        seqs = tuple(self._create(bare, index, place, now) for index in range(width))
+        group = BeamGroup(bare, seqs)
+        for seq in seqs:
+            seq.group = group
+            seq.max_total_tokens = len(bare.prompt_token_ids) + 1
+        for seq in seqs[1:]:
+            seq.move(SeqStatus.SPARE)
+            seq.num_charged_tokens = len(bare.prompt_token_ids)  # to the first
+        by_key = self._by_source.setdefault(request.source, {})
+        by_key.update((seq.seq_key, seq) for seq in group.outputs)
+        return group.leader
 
     def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
         self._num_created += 1
@@ -119,6 +142,11 @@ class LiveSequences:
         )
 
 
+def _leaders(seqs: Iterable[Sequence]) -> list[Sequence]:
+    """Return what ends on its own: sequences that are no beams, and each search's leader, once."""
+    return list(dict.fromkeys(s if s.group is None else s.group.leader for s in seqs))
+
+
 def resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32Array]) -> Request:
     """Return a request as it can be submitted again.
 
@@ -129,6 +157,9 @@ def resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32
     request = seqs[0].request
     outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
     for seq in seqs:
-        new = known_tokens(seq)[len(request.prompt_token_ids) :]
+        if request.beam is not None:  # what its beams have is no output yet
+            new = np.empty(0, np.int32)
+        else:
+            new = known_tokens(seq)[len(request.prompt_token_ids) :]
         outputs[seq.output_index] = OutputSoFar(new, finished=False)
     return replace(request, outputs=tuple(outputs))

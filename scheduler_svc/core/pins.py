@@ -37,9 +37,11 @@ class Pins:
     def prompt_computed(self, seq: Seq, now: float) -> None:
         """Pin the full blocks of a prompt, if its request wants it, as many as there is room for.
 
-        Those of a prompt that was swapped in are pinned by `loads_confirmed`.
+        Those of a prompt that was swapped in are pinned by `loads_confirmed`. Of a search, its
+        leader's count.
         """
-        if seq.request.cache_pin_s is not None:
+        is_leader = seq.group is None or seq is seq.group.leader
+        if seq.request.cache_pin_s is not None and is_leader:
             self._loading.append((seq, now + seq.request.cache_pin_s))
             self.loads_confirmed()
 

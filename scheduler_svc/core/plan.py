@@ -17,6 +17,7 @@ StepId = NewType("StepId", int)
 """One schedule, execute, update turn; strictly increasing."""
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
 _NO_INTS: Int32Array = np.empty(0, np.int32)
@@ -113,6 +114,13 @@ class StepOutcome:
     """Host blocks whose load has ended well."""
     failed_host_block_ids: Int32Array = field(default_factory=_no_ints)
     """Host blocks whose load has failed; they hold nothing."""
+    candidate_rows: Int32Array = field(default_factory=_no_ints)
+    """Those of `sampled_rows` that are beams."""
+    candidate_counts: Int32Array = field(default_factory=_no_ints)
+    """Parallel to it: how many of the likeliest tokens follow for each, best first."""
+    candidate_token_ids: Int32Array = field(default_factory=_no_ints)
+    candidate_logprobs: Float32Array = field(default_factory=lambda: np.empty(0, np.float32))
+    """Parallel to `candidate_token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,10 @@ class Finished:
     stop_token_id: int | None = None
     error: str | None = None
     """For a person; set if the reason is ERROR."""
+    token_ids: tuple[int, ...] = ()
+    """What a search found for this output, of which nothing was heard before."""
+    cumulative_logprob: float | None = None
+    """Of `token_ids`: the sum of their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -129,7 +129,7 @@ class Replica(Scheduler):
         """
         seqs = self._group(source, first_seq_key)
         self._check_can_leave(seqs)
-        request = resubmittable(seqs, self._known_tokens)
+        request = resubmittable(seqs, self._rows.known_tokens)
         for seq in seqs:
             if seq.status in RUNNING:
                 self._preempt(seq, must_swap=True)
@@ -265,6 +265,8 @@ class Replica(Scheduler):
     def _check_can_leave(self, seqs: list[Sequence]) -> None:
         if not seqs:
             raise MigrationRefusedError("it is not live")
+        if seqs[0].group is not None:
+            raise MigrationRefusedError("it is a beam search, whose KV does not leave the device")
         if not self.config.num_host_blocks:
             raise MigrationRefusedError("its worker has no host tier (--host-kv-memory-gb)")
         if any(seq.status is SeqStatus.MIGRATING for seq in seqs):
@@ -291,7 +293,7 @@ class Replica(Scheduler):
                 f"and {config.block_size} tokens in {config.bytes_per_block} bytes there"
             )
         try:
-            check_length(moved.request, self.max_request_len)
+            check_length(moved.request, self.max_request_len, config)
         except RequestTooLongError as error:
             raise MigrationRefusedError(f"that worker does not take it: {error}") from None
         num_blocks = len(moved.host_block_ids)

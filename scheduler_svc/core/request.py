@@ -7,6 +7,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.beam_search import BeamParams
+
 SeqId = NewType("SeqId", int)
 """A sequence, unique over the life of a scheduler core."""
 
@@ -67,5 +69,8 @@ class Request:
     cache_pin_s: float | None = None
     """How long the prompt's full blocks stay in the prefix cache from when they are computed,
     whatever else is evicted; None: as long as others."""
+    beam: BeamParams | None = None
+    """Search for the `n` likeliest outputs instead of drawing them. Then `sampling` asks the worker
+    for candidates, and says nothing of ends."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """Empty, or one per sequence when the request was live before."""
+    """Empty, or one per sequence when the request was live before. A search starts anew."""

@@ -26,24 +26,29 @@ class Rows:
         self._source = np.zeros(max_num_seqs, np.int32)
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
         self.accounts = RowAccounts(max_num_seqs)
+        self.num_reserved = 0
+        """Free rows that are kept for beams; `BeamGroups` counts them."""
 
     @property
     def num_free(self) -> int:
-        """Rows that `occupy` can give."""
-        return len(self._free)
+        """Rows that `occupy` can give to anyone."""
+        return len(self._free) - self.num_reserved
 
     def occupy(self, seq: Sequence) -> int:
         """Give a free row to `seq`, which brings its known tokens; return it."""
         row = self._free.pop()
-        count = len(seq.token_ids)
         self._owner[row] = seq
-        self._tokens[row, :count] = seq.token_ids
-        self._num_tokens[row] = count
+        self.set_tokens(row, seq.token_ids)
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
-        self._alive[row] = True
+        self._alive[row] = seq.group is None  # which token a beam gets its search decides
         self.accounts.open(row, seq.place.account)
         return row
+
+    def set_tokens(self, row: int, token_ids: Int32Array) -> None:
+        """Make these the known tokens of a row."""
+        self._tokens[row, : len(token_ids)] = token_ids
+        self._num_tokens[row] = len(token_ids)
 
     def abandon(self, row: int) -> None:
         """End the ownership of a row; it is not free before `give_back`."""
@@ -66,6 +71,10 @@ class Rows:
     def tokens(self, row: int) -> Int32Array:
         """Return int32[num_tokens], a view of the known tokens."""
         return self._tokens[row, : self._num_tokens[row]]
+
+    def known_tokens(self, seq: Sequence) -> Int32Array:
+        """Return int32[N], a copy of a sequence's known tokens, whether it runs or not."""
+        return (seq.token_ids if seq.row is None else self.tokens(seq.row)).copy()
 
     def read(self, rows: list[int], starts: list[int], count: int) -> list[bytes]:
         """Return `count` known tokens of each row from its start, as little-endian int32."""

@@ -52,6 +52,15 @@ class RunningSet:
         return iter(self._seqs.values())
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one sequence runs, or one search."""
+        first = next(iter(self._seqs.values()))
+        return all(
+            seq is first or (seq.group is not None and seq.group is first.group)
+            for seq in self._seqs.values()
+        )
+
+    @property
     def num_decoding(self) -> int:
         """Sequences that compute one token each in the next step."""
         return self._num_decoding
@@ -106,12 +115,12 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child` with the parent's prompt, of which it computes only the last token again.
+        """Start `child`, whose tokens but the last the parent has computed; it computes the last.
 
         That token's slot, and those after it in its block, are the child's own to write: it starts
         with a copy of that block, made in the first step that computes for it.
         """
-        num_computed = child.num_prompt_tokens - 1
+        num_computed = len(child.token_ids) - 1
         num_shared, offset = divmod(num_computed, self._config.block_size)
         child.block_hashes = parent.block_hashes[:num_shared]
         if offset:
@@ -120,6 +129,24 @@ class RunningSet:
         self.start(child, FoundKv(parent.block_ids[:num_shared], [], [], num_computed), 1)
         # What fails to be swapped in for the parent fails for the child.
         self._wait_for(child, parent.loading_block_ids)
+
+    def go_on(self, beam: Sequence, token_ids: Int32Array) -> None:
+        """Let a beam, which has computed all its tokens, compute one more in its row and blocks.
+
+        Args:
+            beam: No step in flight names it.
+            token_ids: Its tokens and one more, for which a block is free if it needs one.
+        """
+        assert beam.row is not None
+        beam.move(SeqStatus.PREFILL)
+        beam.token_ids, beam.max_total_tokens = token_ids, len(token_ids) + 1
+        beam.num_computed_tokens = len(token_ids) - 1
+        if beam.num_computed_tokens == len(beam.block_ids) * self._config.block_size:
+            beam.block_ids += self._pool.allocate(1)
+        self._rows.set_tokens(beam.row, token_ids)
+        self._released_rows.append(beam.row)
+        beam.announced = False
+        insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
         """Whether a sequence may compute in the step being planned: what it needs came before."""
@@ -224,8 +251,11 @@ class RunningSet:
         assert seq.row is not None
         return self._rows.num_tokens(seq.row) - 1
 
-    def stop(self, seq: Sequence) -> None:
-        """Take row and device blocks from a running sequence; the caller changes its status."""
+    def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
+        """Take row and device blocks from a running sequence; the caller changes its status.
+
+        If it `is_idle`, no step in flight names it, and what it held is free at once.
+        """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
@@ -246,7 +276,11 @@ class RunningSet:
         if seq.announced:
             self._released_rows.append(seq.row)
         self._rows.abandon(seq.row)
-        self._steps.hold(held, seq.row)
+        if is_idle:
+            self._pool.drop(held)
+            self._rows.give_back(seq.row)
+        else:
+            self._steps.hold(held, seq.row)
         seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
 
     def distrust(self, seq: Sequence) -> None:
@@ -279,7 +313,7 @@ class RunningSet:
                 sampling=seq.request.sampling,
                 output_index=seq.output_index,
                 max_total_tokens=seq.max_total_tokens,
-                traceparent=seq.request.traceparent,
+                traceparent=seq.traceparent,
             )
         )
         if seq.copy_from is not None:

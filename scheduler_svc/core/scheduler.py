@@ -12,6 +12,7 @@ block border and when it ends; in between it is one element of an array.
 from collections.abc import Iterable
 
 from scheduler_svc.core.acceptance import check_deadline, check_length, check_pin, check_queue
+from scheduler_svc.core.beam_groups import BeamGroups
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport, Defragmenter
@@ -26,7 +27,6 @@ from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.plan import (
     Admitted,
     Finished,
-    Int32Array,
     News,
     StepId,
     StepOutcome,
@@ -35,6 +35,7 @@ from scheduler_svc.core.plan import (
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
+from scheduler_svc.core.prefills import Prefills
 from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
@@ -63,14 +64,15 @@ class Scheduler:
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
         self._policy = make_policy(config.policy, config.policy_args)
+        self._beams = BeamGroups(config, self._rows, self._running, self._lookup, self._policy)
         self._long_prefills = LongPrefillLimit(config)
+        self._prefills = Prefills(self._running, self._long_prefills, self._policy)
         self._waiting = WaitingQueue(self._policy, self._long_prefills.threshold)
         self._expired: list[Finished] = []  # their sources have not heard of it yet
         self._live = LiveSequences()
         self._host_room = HostRoom(config, self._tier, self._waiting, self._live, self._rank)
         self._fetching = Fetching(config, self._lookup, self._tier, self._host_room, self._waiting)
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
-
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
         self._prefix_cache_queries = 0
@@ -86,7 +88,7 @@ class Scheduler:
             NoPrefixCacheError: It wants its prompt pinned, and there is no prefix cache.
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
-        check_length(request, self.max_request_len)
+        check_length(request, self.max_request_len, self.config)
         check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
         num_waiting = len(self._waiting) + len(self._fetching) + self._live.num_siblings
         check_queue(request, num_waiting, self.config.max_waiting)
@@ -102,13 +104,13 @@ class Scheduler:
         check_deadline(request, now, rates, lambda: self._lookup.num_cached_tokens(request))
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
-        """End sequences early; keys that are not live are ignored.
+        """End sequences early; keys that are not live are ignored. A search ends as a whole.
 
         Returns:
             The end of each that was live. Nothing more is heard of them.
         """
         seqs = self._live.find(source, seq_keys)
-        return tuple(self._finish(seq, FinishReason.CANCELLED) for seq in seqs)
+        return tuple(end for seq in seqs for end in self._finish(seq, FinishReason.CANCELLED))
 
     def cancel_source(self, source: SourceId) -> None:
         """End all sequences of a source that is no longer there to hear of it."""
@@ -120,7 +122,7 @@ class Scheduler:
 
         Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
         """
-        return self._live.requests(self._known_tokens)
+        return self._live.requests(self._rows.known_tokens)
 
     def defragment(self) -> None:
         """Move the held blocks together, from the next step on; `take_reports` has the result."""
@@ -136,6 +138,11 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         """Plans whose results have not been reported."""
         return len(self._steps)
+
+    @property
+    def beam_rows(self) -> frozenset[int]:
+        """The rows for which the next outcome must have candidates, if they sample in it."""
+        return self._beams.rows
 
     def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
@@ -162,15 +169,17 @@ class Scheduler:
         draft = PlanDraft(step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes)
         draft.paced_budget = max_paced_tokens if num_decodes else None
         self._running.grow_tables(draft)
+        self._beams.advance(draft)
         for seq in self._running.prefilling:
             if draft.budget == 0:
                 break
-            self._prefill(seq, draft)
+            if self._prefills.compute(seq, draft):
+                self._prompt_computed(seq, draft.now)
         if self._num_preemptions == num_preemptions:  # else there is no room, or barely
             self._admit(draft)
         for seq in draft.long_prefills:
-            if draft.budget and seq.status is SeqStatus.PREFILL:
-                self._compute_chunk(seq, draft, draft.budget)
+            if self._prefills.compute_rest(seq, draft):
+                self._prompt_computed(seq, draft.now)
         self._running.evict_ahead(step)
         if now >= self._defragmenter.due:  # after all that swaps out, which a step does first
             self._defragmenter.plan(draft, len(self._steps))
@@ -198,20 +207,24 @@ class Scheduler:
         if self._policy.has_accounts:
             for account, num_tokens in self._rows.accounts.count(outcome.sampled_rows[index]):
                 self._policy.served(account, 0, num_tokens)
-        finished = []
+        finished: list[Finished] = []
         for row in outcome.stopped_rows:
             if (seq := self._rows.owner(row)) is not None:
                 stop_token_id = int(self._rows.tokens(row)[-1])
-                finished.append(self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id))
+                finished += self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id)
         for row in outcome.failed_rows:
             if (seq := self._rows.owner(row)) is not None:
                 self._pins.forget(seq.block_ids)
                 self._running.distrust(seq)
                 position = self._rows.num_tokens(row)
                 error = f"the model's logits for position {position} are not finite"
-                finished.append(self._finish(seq, FinishReason.ERROR, error=error))
-        ended = self._running.pop_ended(outcome.step_id)
-        finished += [self._finish(seq, FinishReason.LENGTH) for seq in ended]
+                finished += self._finish(seq, FinishReason.ERROR, error=error)
+        for group in self._beams.take(outcome):
+            self._finish(group.leader, FinishReason.STOP)
+            finished += group.results()
+        for seq in self._running.pop_ended(outcome.step_id):
+            if seq.group is None:
+                finished += self._finish(seq, FinishReason.LENGTH)
         admitted, self._admitted = tuple(self._admitted), []
         pinned = self._pins.take_news()
         return News(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
@@ -233,17 +246,17 @@ class Scheduler:
         Returns:
             False if blocks are on their way to being free, and must be waited for.
         """
-        while self._running.num_blocks_due(step) > self._pool.num_free:
+        while self._running.num_blocks_due(step) + self._beams.num_blocks_due > self._pool.num_free:
             if self._steps.hold_blocks:
                 return False
-            if len(self._running) > 1 or not self._pins.give_up(1):
+            if not self._running.is_alone or not self._pins.give_up(1):
                 self._preempt(self._running.last(self._rank))
         return True
 
     def _expire(self, now: float) -> None:
         """End the waiting sequences whose deadline has passed."""
         while seq := self._waiting.first_expired(now) or self._fetching.first_expired(now):
-            self._expired.append(self._finish(seq, FinishReason.DEADLINE))
+            self._expired += self._finish(seq, FinishReason.DEADLINE)
 
     def _rank(self, seq: Sequence) -> Rank:
         return rank(self._policy, seq.place, seq.seq_id)
@@ -271,9 +284,10 @@ class Scheduler:
                 may_be_long = False
                 continue
             num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
-            num_cached = sum(self._pool.ref_count(block) == 0 for block in found.ready)
-            if not self._has_room(num_new + num_cached):
-                num_short = num_new + num_cached - self._pool.num_free
+            num_rows, num_taken = (1, 0) if seq.group is None else seq.group.demand(block_size)
+            num_taken += num_new + sum(self._pool.ref_count(block) == 0 for block in found.ready)
+            if not self._has_room(num_taken, num_rows):
+                num_short = num_taken - self._pool.num_free
                 if self._running or self._steps.hold_blocks or not self._pins.give_up(num_short):
                     return
                 continue
@@ -286,47 +300,21 @@ class Scheduler:
                 self._prefix_cache_queries += num_tokens
                 self._prefix_cache_hits += found.num_tokens
             self._running.start(seq, found, num_new)
+            self._beams.started(seq)
             self._tell_admitted(seq, found.num_tokens, draft.now)
-            self._prefill(seq, draft)
+            if self._prefills.compute(seq, draft):
+                self._prompt_computed(seq, draft.now)
 
-    def _has_room(self, num_blocks: int) -> bool:
-        """Whether a sequence may start that takes so many of the free blocks.
-
-        Some are left for the running sequences to grow into, or it would soon be preempted again.
-        """
+    def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
+        """Whether so many may be taken to start something; what runs keeps some to grow into."""
         reserve = int(self.config.watermark * self.config.num_blocks) if self._running else 0
-        return num_blocks + reserve <= self._pool.num_free
+        return num_rows <= self._rows.num_free and num_blocks + reserve <= self._pool.num_free
 
-    def _prefill(self, seq: Sequence, draft: PlanDraft) -> None:
-        """Compute known tokens of a sequence; a long one leaves half of the budget to others.
-
-        What they do not use, it gets at the end of the step.
-        """
-        if seq.loading_block_ids and not self._running.is_loaded(seq):
-            return
-        if self._long_prefills.is_long(seq.num_tokens_left):
-            seq.is_paced = True
-            draft.long_prefills.append(seq)
-            self._compute_chunk(seq, draft, -(-draft.budget // 2))
-        else:
-            self._compute_chunk(seq, draft, draft.budget)
-
-    def _compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> None:
-        num_done = max(seq.num_computed_tokens, seq.num_charged_tokens)
-        is_complete = self._running.compute_chunk(seq, draft, max_tokens)
-        if self._policy.has_accounts:
-            num_new = min(seq.num_computed_tokens, seq.num_prompt_tokens) - num_done
-            if num_new > 0:
-                seq.num_charged_tokens = num_done + num_new
-                self._policy.served(seq.place.account, num_new, 0)
-        if is_complete:
-            self._pins.prompt_computed(seq, draft.now)
-            self._start_siblings(seq, draft.now)
-
-    def _start_siblings(self, leader: Sequence, now: float) -> None:
+    def _prompt_computed(self, leader: Sequence, now: float) -> None:
         """Let the siblings fork; one that finds no row or block waits, like any other sequence."""
+        self._pins.prompt_computed(leader, now)
         for seq in self._live.take_siblings(leader):
-            if self._rows.num_free and self._has_room(1):
+            if self._has_room(1):
                 self._running.fork(leader, seq)
                 self._tell_admitted(seq, 0, now)
             else:
@@ -337,8 +325,9 @@ class Scheduler:
         """Let the source know, the first time, that a sequence runs."""
         if not seq.was_admitted:
             seq.was_admitted = True
-            self._admitted.append(
-                Admitted(seq.request.source, seq.seq_key, num_cached_tokens, now - seq.arrived)
+            self._admitted += (
+                Admitted(seq.request.source, each.seq_key, num_cached_tokens, now - seq.arrived)
+                for each in seq.outputs
             )
 
     # --- lives of sequences ---------------------------------------------------------------------
@@ -346,8 +335,12 @@ class Scheduler:
     def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
         """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
 
-        Tokens of steps in flight are dropped: it will draw the same again.
+        Tokens of steps in flight are dropped: it will draw the same again. A search waits whole.
         """
+        self._num_preemptions += 1
+        if seq.group is not None:
+            self._waiting.push(self._beams.preempt(seq.group))
+            return
         assert seq.row is not None
         seq.token_ids = self._rows.tokens(seq.row).copy()
         num_computed = self._running.num_computed_tokens(seq)
@@ -368,14 +361,14 @@ class Scheduler:
         seq.num_computed_tokens = num_computed
         seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._waiting.push(seq)
-        self._num_preemptions += 1
 
     def _take_moves(self, outcome: StepOutcome) -> None:
         """Take the ends of swap-ins and disk moves; who needs one that failed computes again."""
         self._fetching.answer(outcome)
         self._tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)
         for seq in self._running.confirm_loads(outcome.failed_swap_in_block_ids):
-            self._preempt(seq, can_swap=False)
+            if seq.row is not None:  # else its search was preempted with another of its beams
+                self._preempt(seq, can_swap=False)
         self._pins.loads_confirmed()
 
     def _finish(
@@ -385,18 +378,22 @@ class Scheduler:
         *,
         stop_token_id: int | None = None,
         error: str | None = None,
-    ) -> Finished:
-        """End a sequence, whatever it is doing."""
-        if seq.status in RUNNING:
+    ) -> list[Finished]:
+        """End a sequence, or the search that it is of, whatever it is doing."""
+        leader = seq if seq.group is None else seq.group.leader
+        if leader.status in QUEUED:
+            self._waiting.remove(leader)
+        elif leader.status is SeqStatus.FETCHING:
+            self._fetching.stop(leader)
+        elif seq.group is not None:
+            self._beams.stop(seq.group)
+        elif seq.status in RUNNING:
             self._running.stop(seq)
-        elif seq.status in QUEUED:
-            self._waiting.remove(seq)
-        elif seq.status is SeqStatus.FETCHING:
-            self._fetching.stop(seq)
-        self._host_room.release(seq)
-        if (leader := self._live.remove(seq)) is not None:
-            self._waiting.push(leader)
-        return Finished(seq.request.source, seq.seq_key, reason, stop_token_id, error)
-
-    def _known_tokens(self, seq: Sequence) -> Int32Array:
-        return seq.token_ids if seq.row is None else self._rows.tokens(seq.row).copy()
+        self._host_room.release(leader)
+        for each in seq.outputs:
+            if (next_leader := self._live.remove(each)) is not None:
+                self._waiting.push(next_leader)
+        return [
+            Finished(each.request.source, each.seq_key, reason, stop_token_id, error)
+            for each in seq.outputs
+        ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Key, Place
 from scheduler_svc.core.request import Request, SeqId, SeqKey
+
+if TYPE_CHECKING:  # it is made of sequences
+    from scheduler_svc.core.beam_group import BeamGroup
 
 
 class SeqStatus(Enum):
@@ -25,10 +29,12 @@ class SeqStatus(Enum):
     """Waits for loads from the disk, to go back to the queue as WAITING or as SWAPPED."""
     SIBLING = "sibling"
     """Waits for the sequence that computes its request's prompt, to fork from it."""
+    SPARE = "spare"
+    """Could be a beam of its request's search, and is none now; holds nothing."""
     PREFILL = "prefill"
     """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
     DECODE = "decode"
-    """Running: gains one token in every step."""
+    """Running: gains one token in every step; a beam gains none, and goes on when all have."""
     MIGRATING = "migrating"
     """On its way to another core, KV in host blocks or none; in no queue, holds no row."""
     FINISHED = "finished"
@@ -40,12 +46,14 @@ _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
         {
             SeqStatus.PREFILL,
             SeqStatus.SIBLING,
+            SeqStatus.SPARE,
             SeqStatus.FETCHING,
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
     ),
     SeqStatus.SIBLING: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
+    SeqStatus.SPARE: frozenset({SeqStatus.WAITING, SeqStatus.PREFILL, SeqStatus.FINISHED}),
     SeqStatus.SWAPPED: frozenset(
         {
             SeqStatus.PREFILL,
@@ -57,9 +65,23 @@ _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     ),
     SeqStatus.FETCHING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.PREFILL: frozenset(
-        {SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}
+        {
+            SeqStatus.DECODE,
+            SeqStatus.WAITING,
+            SeqStatus.SWAPPED,
+            SeqStatus.SPARE,
+            SeqStatus.FINISHED,
+        }
     ),
-    SeqStatus.DECODE: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
+    SeqStatus.DECODE: frozenset(
+        {
+            SeqStatus.PREFILL,
+            SeqStatus.WAITING,
+            SeqStatus.SWAPPED,
+            SeqStatus.SPARE,
+            SeqStatus.FINISHED,
+        }
+    ),
     SeqStatus.MIGRATING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.FINISHED: frozenset(),
 }
@@ -126,11 +148,18 @@ class Sequence:
     """In DECODE: the step that samples its last token, unless a stop token comes first."""
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences of its request that fork from it when its prompt is computed."""
+    group: "BeamGroup | None" = None
+    """The search that it may be a beam of."""
 
     @property
     def seq_key(self) -> SeqKey:
         """Its name at its source."""
         return SeqKey(self.request.first_seq_key + self.output_index)
+
+    @property
+    def outputs(self) -> "tuple[Sequence, ...]":
+        """The sequences that end with it: itself, or those that bear its search's outputs."""
+        return (self,) if self.group is None else self.group.outputs
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,6 +170,12 @@ class Sequence:
     def num_tokens_left(self) -> int:
         """In PREFILL: known tokens to compute."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def traceparent(self) -> str:
+        """Its request's. Not of a beam's steps: to the worker each is a sequence, with spans."""
+        is_one_step = self.group is not None and len(self.token_ids) > self.num_prompt_tokens
+        return "" if is_one_step else self.request.traceparent
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:

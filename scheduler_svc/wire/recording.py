@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import Any, BinaryIO, Final, TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from quire.v1 import recording_pb2
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan
@@ -79,7 +81,8 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
         case Update(outcome):
             entry.update.step_id = outcome.step_id
             for name in _OUTCOME_ARRAYS:
-                setattr(entry.update, name, pack_int32(getattr(outcome, name)))
+                # float32 goes as it is: only the type says what the four bytes are
+                setattr(entry.update, name, pack_int32(getattr(outcome, name).view(np.int32)))
         case Submit(request, now):
             entry.submit.CopyFrom(_request_to_proto(request))
             entry.submit.now = now
@@ -129,6 +132,8 @@ def _request_to_proto(request: Request) -> recording_pb2.RecordedSubmit:
         for field in fields(request)
         if field.name not in named and (value := getattr(request, field.name)) != field.default
     }
+    if request.beam is not None:
+        more["beam"] = asdict(request.beam)
     return recording_pb2.RecordedSubmit(
         source=request.source,
         first_seq_key=request.first_seq_key,
@@ -244,16 +249,17 @@ def _plan_from_proto(message: recording_pb2.RecordedPlan) -> RecordedPlan:
 
 
 def _outcome_from_proto(message: recording_pb2.RecordedUpdate) -> StepOutcome:
-    return StepOutcome(
-        step_id=StepId(message.step_id),
-        **{
-            name: unpack_int32(getattr(message, name), f"update.{name}") for name in _OUTCOME_ARRAYS
-        },
-    )
+    arrays = {
+        name: unpack_int32(getattr(message, name), f"update.{name}") for name in _OUTCOME_ARRAYS
+    }
+    logprobs = arrays.pop("candidate_logprobs").view(np.float32)
+    return StepOutcome(step_id=StepId(message.step_id), candidate_logprobs=logprobs, **arrays)
 
 
 def _request_from_proto(message: recording_pb2.RecordedSubmit) -> Request:
     more = _members(message.more_json) if message.more_json else {}
+    if "beam" in more:
+        more["beam"] = _construct(lambda: _beam_from_json(more["beam"]))
     return _construct(
         lambda: Request(
             source=SourceId(message.source),
@@ -276,6 +282,11 @@ def _request_from_proto(message: recording_pb2.RecordedSubmit) -> Request:
     )
 
 
+def _beam_from_json(members: dict[str, Any]) -> BeamParams:
+    ends, stopping = tuple(members["end_token_ids"]), EarlyStopping(members["early_stopping"])
+    return BeamParams(**members | {"end_token_ids": ends, "early_stopping": stopping})
+
+
 _T = TypeVar("_T")
 
 
@@ -283,7 +294,7 @@ def _construct(make: Callable[[], _T]) -> _T:
     """Make a value of the core's from fields by name, which another release may have named."""
     try:
         return make()
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"this release's core cannot take it: {error}") from None
 
 

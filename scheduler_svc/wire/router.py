@@ -20,6 +20,7 @@ from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.arrays import check_below
+from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
@@ -37,7 +38,7 @@ _FINISH_REASON_TO_PROTO = {
 
 
 def request_from_proto(
-    message: scheduler_pb2.Submit, source: SourceId, vocab_size: int, now: float
+    message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
     """Take a router's request, which came at `now` on the core's clock.
 
@@ -59,7 +60,7 @@ def request_from_proto(
         given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
         raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
     prompt_token_ids = _token_ids_from_proto(
-        message.prompt_token_ids, "prompt_token_ids", vocab_size
+        message.prompt_token_ids, "prompt_token_ids", model.vocab_size
     )
     if not prompt_token_ids.size:
         raise InvalidArgumentError("prompt_token_ids", "is empty; it must have at least 1 token")
@@ -80,6 +81,8 @@ def request_from_proto(
         raise InvalidArgumentError(
             "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
         )
+    beam = beam_from_proto(message, model) if message.HasField("beam") else None
+    sampling = message.sampling if beam is None else beam_sampling(beam, message.sampling)
     return Request(
         source=source,
         first_seq_key=SeqKey(message.first_seq_key),
@@ -87,7 +90,7 @@ def request_from_proto(
         prompt_token_ids=prompt_token_ids,
         n=message.n,
         max_tokens=max_tokens,
-        sampling=message.sampling.SerializeToString(),
+        sampling=sampling.SerializeToString(),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
         min_tokens=message.sampling.min_tokens,
@@ -96,10 +99,11 @@ def request_from_proto(
         deadline=None if deadline_s is None else now + deadline_s,
         reads_prefix_cache=not message.sampling.HasField("prompt_logprobs"),
         cache_pin_s=cache_pin_s,
+        beam=beam,
         outputs=tuple(
             OutputSoFar(
                 token_ids=_token_ids_from_proto(
-                    output.token_ids, f"outputs[{index}].token_ids", vocab_size
+                    output.token_ids, f"outputs[{index}].token_ids", model.vocab_size
                 ),
                 finished=output.finished,
             )
@@ -165,7 +169,11 @@ def news_to_proto(
             seq_key=pinned.seq_key, num_pinned_tokens=pinned.num_tokens
         )
     for finished in news.finished:
-        _output_of(outputs, finished.source, step_id).finished.append(_finished_to_proto(finished))
+        output = _output_of(outputs, finished.source, step_id)
+        output.finished.append(_finished_to_proto(finished))
+        if finished.token_ids:
+            output.seq_keys += pack_uint64([finished.seq_key] * len(finished.token_ids))
+            output.token_ids += pack_int32(finished.token_ids)
     return outputs
 
 
@@ -227,6 +235,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
         seq_key=finished.seq_key,
         finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
         stop_token_id=finished.stop_token_id,
+        cumulative_logprob=finished.cumulative_logprob,
     )
     if finished.error is not None:
         message.error.code = QuireError.code.value[0]

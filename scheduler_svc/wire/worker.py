@@ -4,18 +4,23 @@ A step costs work per array, not per sequence.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan, ints
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.wire.arrays import check_below
 
 _KV_COMMANDS = tuple(field.name for field in worker_pb2.KvCommands.DESCRIPTOR.fields)
 """Lists of blocks; they have the same names in a plan."""
+
+
+_NO_LOGPROB = common_pb2.TokenLogprob()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +167,30 @@ def result_from_proto(
         logprobs=message.logprobs,
         prompt_logprobs=message.prompt_logprobs,
         execute_s=message.execute_s,
+    )
+
+
+def with_candidates(result: WorkerResult, beam_rows: Collection[int]) -> StepOutcome:
+    """Return the outcome with the likeliest tokens of the rows that are beams, if there are any.
+
+    A beam that sampled and has no log-probabilities has no candidates.
+    """
+    outcome = result.outcome
+    if not beam_rows:
+        return outcome
+    index_to_logprob = {item.index: item.logprob for item in result.logprobs}
+    candidates = [
+        (row, index_to_logprob.get(index, _NO_LOGPROB))
+        for index, row in enumerate(outcome.sampled_rows.tolist())
+        if row in beam_rows
+    ]
+    tops = [logprob for _, logprob in candidates]
+    return replace(
+        outcome,
+        candidate_rows=ints([row for row, _ in candidates]),
+        candidate_counts=ints([len(top.top_token_ids) for top in tops]),
+        candidate_token_ids=ints([id_ for top in tops for id_ in top.top_token_ids]),
+        candidate_logprobs=np.array([p for top in tops for p in top.top_logprobs], np.float32),
     )
 
 

@@ -54,11 +54,15 @@ def generate_request(
     *,
     n: int | None = None,
     stop: Sequence[str] = (),
+    beam: common_pb2.BeamSearch | None = None,
     **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
     """A request; greedy unless it has a temperature."""
     request = inference_pb2.GenerateRequest(
-        sampling=common_pb2.SamplingParams(**{"temperature": 0.0, **sampling}), n=n, stop=stop
+        sampling=common_pb2.SamplingParams(**{"temperature": 0.0, **sampling}),
+        n=n,
+        stop=stop,
+        beam=beam,
     )
     if isinstance(prompt, str):
         request.text = prompt

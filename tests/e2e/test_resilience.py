@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire.v1 import inference_pb2
+from quire.v1 import common_pb2, inference_pb2
 from tests.e2e.child import START_S, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.service import Service
@@ -23,6 +23,12 @@ REQUESTS = (
     generate_request([8] * 40, n=2, temperature=0.9, top_p=0.95, seed=11, **OPTIONS),
     generate_request([9] * 17, temperature=1.0, seed=12, frequency_penalty=0.5, **OPTIONS),
     generate_request("A quire is a gathering of pages", **OPTIONS),
+    generate_request(
+        list(range(60, 100)),
+        n=2,
+        beam=common_pb2.BeamSearch(width=3),
+        **OPTIONS | {"max_tokens": NUM_TOKENS // 2},
+    ),
 )
 NUM_BEFORE = 20
 """So many tokens each stream has got when something dies."""
@@ -50,6 +56,8 @@ class Reader:
         self._pool = ThreadPoolExecutor(1)
         self._result = Result()
         self.is_under_way = threading.Event()
+        if request.HasField("beam"):  # nothing comes before all does
+            self.is_under_way.set()
         self.result: Future[Result] = self._pool.submit(self._read)
 
     def _read(self) -> Result:

@@ -12,6 +12,7 @@ from zlib import crc32
 
 from scheduler_svc.core.plan import Finished, News
 from scheduler_svc.core.request import FinishReason, Request
+from tests.property.beams import Found, expected_search
 
 Context = tuple[object, ...]
 END = 1  # the vocabulary is {0, 1}; 1 may end a sequence
@@ -49,6 +50,18 @@ def expected_output(
     return output
 
 
+def judge_search(finished: Finished, found: Found | None) -> None:
+    """Judge one output of a search; with two tokens to choose from there may be too few."""
+    if found is None:
+        assert finished.reason is FinishReason.ERROR
+        return
+    assert finished.token_ids == found.tokens
+    assert finished.cumulative_logprob == float(found.total)
+    reason = FinishReason.STOP if found.by_end_token else FinishReason.LENGTH
+    assert finished.reason is reason
+    assert finished.stop_token_id == (found.tokens[-1] if found.by_end_token else None)
+
+
 @dataclass
 class Expectation:
     """A live sequence: what it must put out in all, and what it has."""
@@ -56,6 +69,7 @@ class Expectation:
     request: Request
     output: list[int]
     heard: list[int] = field(default_factory=list)
+    found: Found | None = None  # by a search, which tells all at the end
 
     @property
     def is_complete(self) -> bool:
@@ -70,12 +84,16 @@ class Oracle:
 
     def submit(self, request: Request) -> None:
         """Note that a request was accepted."""
-        prompt = request.prompt_token_ids.tolist()
+        prompt, salt = request.prompt_token_ids.tolist(), request.cache_salt
+        search: list[Found | None] = [None] * request.n
+        if (beam := request.beam) is not None:
+            lengths = request.max_tokens, request.min_tokens
+            search = [*expected_search(salt, prompt, beam, *lengths), *search][: request.n]
         for index in range(request.n):
-            output = expected_output(request.cache_salt, index, prompt, request.max_tokens)
             place = request.source, request.first_seq_key + index
             assert place not in self.live
-            self.live[place] = Expectation(request, output)
+            output = [] if beam else expected_output(salt, index, prompt, request.max_tokens)
+            self.live[place] = Expectation(request, output, found=search[index])
 
     def hear(self, news: News) -> None:
         """Judge new tokens, then ends."""
@@ -87,7 +105,9 @@ class Oracle:
         for finished in news.finished:
             seq = self.live.pop((finished.source, finished.seq_key))
             assert seq.is_complete
-            if finished.reason is FinishReason.LENGTH:
+            if seq.request.beam is not None:
+                judge_search(finished, seq.found)
+            elif finished.reason is FinishReason.LENGTH:
                 assert len(seq.output) == seq.request.max_tokens
             else:
                 assert finished.reason is FinishReason.STOP
@@ -102,10 +122,14 @@ class Oracle:
             assert seq.request.deadline <= now
 
     def cancel(self, place: Place, ends: Sequence[Finished]) -> None:
-        """Judge the answer to cancelling one live sequence."""
-        assert [(end.source, end.seq_key) for end in ends] == [place]
-        assert ends[0].reason is FinishReason.CANCELLED
-        del self.live[place]
+        """Judge the answer to cancelling one live sequence: a search ends as a whole."""
+        request = self.live[place].request
+        first, keys = request.first_seq_key, range(request.n)
+        places = [(place[0], first + key) for key in keys] if request.beam else [place]
+        assert [(end.source, end.seq_key) for end in ends] == places
+        assert {end.reason for end in ends} == {FinishReason.CANCELLED}
+        for each in places:
+            del self.live[each]
 
     def lose(self, source: int) -> None:
         """Note that a source is gone with all it wanted."""

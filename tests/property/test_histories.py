@@ -8,6 +8,7 @@ from random import Random
 
 from hypothesis import settings
 
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.invariants import check
@@ -32,11 +33,11 @@ COUNTERS = (
 )
 
 
-def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool) -> None:
+def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool, has_searches: bool) -> None:
     machine.start(
-        num_blocks=draw.randint(2, 14),
+        num_blocks=draw.randint(5, 16) if has_searches else draw.randint(2, 14),
         block_size=draw.randint(1, 2 if is_crowd else 4),
-        max_num_seqs=draw.randint(4, 8) if is_crowd else draw.randint(1, 5),
+        max_num_seqs=draw.randint(4, 8) if is_crowd or has_searches else draw.randint(1, 5),
         extra_budget=draw.randint(0, 10),
         caching=draw.random() < 0.7,
         chunk=draw.choice([None, None, 1, 2, 3]),
@@ -71,18 +72,40 @@ def submit(machine: SchedulerMachine, draw: Random, *, is_crowd: bool) -> None:
     )
 
 
+def search(machine: SchedulerMachine, draw: Random) -> None:
+    machine.search(
+        source=draw.randint(0, 1),
+        prompt=[draw.randint(0, 1) for _ in range(draw.randint(1, 10))],
+        n=draw.choice([1, 2, 3]),
+        max_tokens=draw.randint(1, 10),
+        min_tokens=draw.choice([0, 0, 2]),
+        salt=draw.choice(["", "", "", "other"]),
+        beam=BeamParams(
+            width=draw.randint(2, 4),
+            end_token_ids=draw.choice([(), (1,)]),
+            length_penalty=draw.choice([-1.0, 0.0, 1.0]),
+            early_stopping=draw.choice(list(EarlyStopping)),
+        ),
+        patience=draw.choice([None, None, 20]),
+    )
+
+
 def live_through(seed: int) -> SchedulerMachine:
     """Submit, schedule, update, cancel and corrupt at random, then let all end."""
     draw = Random(seed)
     machine = SchedulerMachine()
     is_crowd = draw.random() < 0.3
     """Whether they are many and grow all the time: then several are swapped, and some spill."""
-    start(machine, draw, is_crowd=is_crowd)
+    searches = draw.choice([0, 0, 0.5])
+    start(machine, draw, is_crowd=is_crowd, has_searches=searches > 0)
     corruption, cancellation = draw.choice([0, 0.02, 0.1]), draw.choice([0, 0.02, 0.1])
     for _ in range(NUM_RULES):
         most = MAX_CROWD if is_crowd else MAX_LIVE
         if len(machine.oracle.live) < most and draw.random() < 0.5:
-            submit(machine, draw, is_crowd=is_crowd)
+            if draw.random() < searches:
+                search(machine, draw)
+            else:
+                submit(machine, draw, is_crowd=is_crowd)
         elif draw.random() < 0.55:
             machine.schedule()
         elif machine.unanswered:

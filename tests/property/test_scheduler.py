@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
 from scheduler_svc.core.eviction import Eviction
@@ -17,14 +18,23 @@ from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from tests.property.oracle import Oracle
-from tests.property.worker import FakeWorker
+from tests.property.oracle import END, Oracle
+from tests.property.worker import SEARCH, FakeWorker
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 SALTS = st.sampled_from(["", "other"])
 TENANTS = st.sampled_from(["", "other", "third"])
 POLICIES = st.sampled_from(
     ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]
+)
+
+
+BEAMS = st.builds(
+    BeamParams,
+    width=st.integers(2, 3),
+    end_token_ids=st.sampled_from([(), (END,)]),
+    length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+    early_stopping=st.sampled_from(EarlyStopping),
 )
 
 
@@ -157,6 +167,48 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.oracle.submit(request)
         self.next_key += n
+
+    @rule(
+        source=st.integers(0, 1),
+        prompt=PROMPTS,
+        n=st.integers(1, 3),
+        max_tokens=st.integers(1, 10),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        salt=SALTS,
+        beam=BEAMS,
+        patience=st.none() | st.integers(0, 6),
+    )
+    def search(self, source, prompt, n, max_tokens, min_tokens, salt, beam, patience):
+        request = Request(
+            source=SourceId(source),
+            first_seq_key=SeqKey(self.next_key),
+            request_id=f"r{self.next_key}",
+            prompt_token_ids=np.array(prompt, np.int32),
+            n=min(n, beam.width),
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            sampling=SEARCH + salt.encode(),
+            cache_salt=salt,
+            beam=beam,
+            deadline=None if patience is None else self.now + patience,
+        )
+        self.now += 1
+        try:
+            self.core.submit(request, self.now)
+        except RequestTooLongError:
+            size, num_prompt = self.config.block_size, len(prompt)
+            num_unshared = -(-(num_prompt + max_tokens) // size) - num_prompt // size
+            assert (
+                num_prompt + max_tokens > self.core.max_request_len
+                or beam.width > self.config.max_num_seqs
+                or num_prompt // size + beam.width * num_unshared > self.config.num_blocks
+            )
+            return
+        except QueueFullError:
+            assert self.core.load().num_waiting + request.n > self.config.max_waiting
+            return
+        self.oracle.submit(request)
+        self.next_key += request.n
 
     @rule(prompts=st.lists(PROMPTS, min_size=3, max_size=4), max_tokens=st.integers(6, 10))
     def submit_a_crowd(self, prompts, max_tokens):

@@ -7,14 +7,18 @@ first wrong slot, in the step that reads it.
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
+from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.oracle import Context, next_token, slot_content, stops
 
 ARRIVING: Context = ("arriving",)  # a swap-in is under way: not to be read or written
 VOID: Context = ("void",)  # computed from what a failed swap-in left; nothing tells the worker
 VOID_TOKEN = 7  # what is sampled from it: it must reach nobody
+SEARCH = b"search "  # what the sampling of a beam begins with: a salt follows, as for others
 
 
 @dataclass(eq=False)
@@ -24,6 +28,7 @@ class Row:
     tokens: list[int]
     blocks: list[int]
     computed: int
+    is_beam: bool = False  # then no token ends it, and it reports candidates
     ended: bool = False
     is_void: bool = False
 
@@ -84,8 +89,9 @@ class FakeWorker:
             tokens, blocks = new.token_ids.tolist(), new.block_ids.tolist()
             assert len(blocks) * self.config.block_size >= len(tokens)
             assert new.num_computed_tokens < len(tokens)
-            salt = new.sampling.decode()  # the tests carry it there
-            self.rows[new.row] = Row(new, salt, tokens, blocks, new.num_computed_tokens)
+            salt = new.sampling.removeprefix(SEARCH).decode()  # the tests carry it there
+            is_beam = new.sampling.startswith(SEARCH)
+            self.rows[new.row] = Row(new, salt, tokens, blocks, new.num_computed_tokens, is_beam)
         for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
             self.rows[r].blocks.append(block)
         self._rename(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
@@ -178,7 +184,7 @@ class FakeWorker:
             assert is_right, f"wrong KV at position {position}: {self.slots[slot]}"
 
     def _sample(self, plan: StepPlan, work: Mapping[Row, int], failed: list[int]) -> StepOutcome:
-        sampled, tokens, stopped = [], [], []
+        sampled, tokens, stopped, beams = [], [], [], []
         for row in work:
             if row.computed == len(row.tokens):
                 last = row.content(row.computed - 1)
@@ -186,7 +192,10 @@ class FakeWorker:
                 row.tokens.append(token)
                 sampled.append(row.new.row)
                 tokens.append(token)
-                if stops(row.content(row.computed)):
+                if row.is_beam:
+                    void = [(VOID_TOKEN, np.float32(0))] * 2
+                    beams.append((row.new.row, void if row.is_void else logprobs(last)))
+                elif stops(row.content(row.computed)):
                     row.ended = True
                     stopped.append(row.new.row)
         must_report = plan.num_scheduled_tokens == 0  # and may wait for it
@@ -198,6 +207,10 @@ class FakeWorker:
             stopped_rows=ints(stopped),
             failed_rows=ints([]),
             failed_swap_in_block_ids=ints(failed),
+            candidate_rows=ints([row for row, _ in beams]),
+            candidate_counts=ints([len(pairs) for _, pairs in beams]),
+            candidate_token_ids=ints([token for _, pairs in beams for token, _ in pairs]),
+            candidate_logprobs=np.array([p for _, pairs in beams for _, p in pairs], np.float32),
             **{name: ints(blocks) for name, blocks in asdict(ends).items()},
         )
 

@@ -9,6 +9,7 @@ import pytest
 from quire.cli.__main__ import main
 from quire.cli.status import describe_load
 from quire.types import Load
+from quire.v1 import common_pb2
 
 
 async def run(*argv: str) -> int:
@@ -28,6 +29,21 @@ async def test_a_prompt_is_pinned_if_it_is_said(served):
     first, second = served.fake.requests
     assert not first.HasField("cache_pin_s")
     assert second.cache_pin_s == 30.0
+
+
+async def test_generate_searches(served):
+    flags = ["--beam-width=3", "--length-penalty=0.5", "--early-stopping=never", "-n=1"]
+    assert await run("generate", "hello", "--target", served.target, *flags) == 0
+    (request,) = served.fake.requests
+    assert (request.beam.width, request.beam.length_penalty) == (3, 0.5)
+    assert request.beam.early_stopping == common_pb2.EARLY_STOPPING_NEVER
+
+
+async def test_generate_wants_a_width_for_what_a_search_has(served, capsys):
+    with pytest.raises(SystemExit):
+        await run("generate", "hello", "--target", served.target, "--early-stopping=true")
+    assert "--early-stopping needs --beam-width" in capsys.readouterr().err
+    assert not served.fake.requests
 
 
 async def test_generate_reads_standard_input(served, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from quire.client import (
     AsyncClient,
+    BeamSearch,
     ChatMessage,
     Client,
     FinishReason,
@@ -47,6 +48,15 @@ async def test_unset_sampling_stays_unset_on_the_wire(served):
     (request,) = served.fake.requests
     assert request.sampling.ListFields() == []
     assert request.text == "hello"
+
+
+@pytest.mark.parametrize(("stopping", "number"), [(False, 1), (True, 2), ("never", 3)])
+async def test_a_search_goes_out_in_the_words_of_transformers(served, stopping, number):
+    beam = BeamSearch(4, 0.0, stopping)
+    await synchronously(served.target, lambda c: list(c.generate("hello", n=2, beam=beam)))
+    (request,) = served.fake.requests
+    assert (request.n, request.beam.width, request.beam.early_stopping) == (2, 4, number)
+    assert request.beam.HasField("length_penalty")
 
 
 async def test_zero_is_sent_where_zero_is_not_the_default(served):

@@ -86,6 +86,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         admitted: Mapping[int, int] | None = None,
         pinned: Mapping[int, int] | None = None,
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
+        cumulative_logprob: float | None = None,
     ):
         """Sends the news of one step: new tokens, ends and cached tokens, by sequence key."""
         pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
@@ -107,7 +108,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             ],
             finished=[
                 scheduler_pb2.SequenceFinished(
-                    seq_key=key, finish_reason=reason, stop_token_id=stop_token_id, error=error
+                    seq_key=key,
+                    finish_reason=reason,
+                    stop_token_id=stop_token_id,
+                    error=error,
+                    cumulative_logprob=cumulative_logprob,
                 )
                 for key, reason in (finished or {}).items()
             ],

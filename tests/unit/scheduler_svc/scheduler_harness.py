@@ -92,7 +92,7 @@ class FakeRouter:
         return self
 
     async def submit(
-        self, key, prompt, *, max_tokens=8, n=1, outputs=(), cache_pin_s=None, **sampling
+        self, key, prompt, *, max_tokens=8, n=1, outputs=(), cache_pin_s=None, beam=None, **sampling
     ):
         await self.send(
             scheduler_pb2.Submit(
@@ -105,6 +105,7 @@ class FakeRouter:
                 ),
                 outputs=outputs,
                 cache_pin_s=cache_pin_s,
+                beam=beam,
             )
         )
 

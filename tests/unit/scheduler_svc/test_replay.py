@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire.v1 import recording_pb2
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import (
     BrokenInvariantError,
@@ -29,7 +30,7 @@ from scheduler_svc.recording import Recordings, RecordingScheduler
 from scheduler_svc.replay import replay
 from scheduler_svc.replay_report import describe, describe_plan
 from scheduler_svc.wire.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
-from tests.property.worker import FakeWorker
+from tests.property.worker import SEARCH, FakeWorker
 
 CONFIG = SchedulerConfig(
     num_blocks=10,
@@ -46,6 +47,8 @@ INFO = WorkerInfo("w/0", "none", ModelInfo("m", 24, 2, (1,)), 4, 8, 10, 2)
 
 class Driver:
     """Routers and a worker around a core, who do what the dice say."""
+
+    searches = 0.0
 
     def __init__(self, core, seed):
         self.core = core
@@ -88,6 +91,9 @@ class Driver:
         if self.dice.random() < 0.1:
             known = OutputSoFar(np.array([0], np.int32), finished=False)
             request = replace(request, max_tokens=9, outputs=(known,) * n)
+        elif self.searches and self.dice.random() < self.searches:
+            beam = BeamParams(2, (1,), self.dice.random(), EarlyStopping.NEVER)
+            request = replace(request, sampling=SEARCH, beam=beam)
         self.num_submitted += n
         with contextlib.suppress(RequestRefusedError):
             self.core.submit(request, self.now)
@@ -100,6 +106,12 @@ class Driver:
     def update(self):
         if self.unanswered:
             self.core.update(self.unanswered.popleft())
+
+
+class DriverOfSearches(Driver):
+    """A driver who has half of the requests search."""
+
+    searches = 0.5
 
 
 class DriverOfBadMemory(Driver):
@@ -160,6 +172,20 @@ def test_a_run_with_a_disk_replays_the_same(tmp_path):
     assert result.difference is None
     assert result.load == driver.core.load()
     assert min(result.load.num_stored_blocks, result.load.num_loaded_blocks) > 0
+
+
+def test_a_run_with_searches_replays_the_same(tmp_path):
+    config = replace(CONFIG, num_blocks=11)
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
+        driver = DriverOfSearches(core, seed=2)
+        driver.run(600)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.load == driver.core.load()
+    assert any(preemption.num_beams for preemption in result.preemptions)
+    assert "a search, with" in "\n".join(describe(result))
 
 
 def replay_bytes(content, **options):
@@ -397,7 +423,7 @@ def test_every_call_that_changes_a_core_is_recorded():
     calls = {name for name in vars(Scheduler) | vars(Replica) if not name.startswith("_")}
     asking = {"num_steps_in_flight", "load", "drain", "check_deadline", "take_expired"}
     asking |= {"num_cached_blocks", "num_queued_tokens", "find_requests", "first_swapped"}
-    asking |= {"owner", "take_reports"}
+    asking |= {"owner", "take_reports", "beam_rows"}
     changing = calls - asking - {"last_answered", "held_host_blocks"}
     assert changing == {name for name in vars(RecordingScheduler) if not name.startswith("_")}
 

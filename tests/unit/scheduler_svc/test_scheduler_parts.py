@@ -16,6 +16,7 @@ from rpc.packing import pack_int32, pack_uint64
 from rpc.settings import parse_settings
 from rpc.telemetry import inject
 from scheduler_svc import telemetry
+from scheduler_svc.core.beam_search import BeamParams
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
@@ -111,6 +112,14 @@ class TestProgress:
         assert at_worker.find(self.request([], [])) is Progress.NONE
         assert at_worker.find(self.request([], [5])) is Progress.SOME
 
+    def test_a_search_gains_when_one_of_its_beams_is_longer_than_the_prompt(self):
+        at_worker, request = SequencesAtWorker(), self.request([])
+        request = replace(request, beam=BeamParams(2, ()))
+        at_worker.sent(self.plan(self.sequence(0, [1, 2])))
+        assert at_worker.find(request) is Progress.NONE
+        at_worker.sent(self.plan(self.sequence(1, [1, 2, 5], output_index=1), released=[0]))
+        assert at_worker.find(request) is Progress.SOME
+
 
 class TestHolding:
     def test_requests_come_out_in_order(self):
@@ -133,6 +142,12 @@ class TestHolding:
         (command,) = held.take_all()
         assert command.was_accepted
         assert [output.finished for output in command.request.outputs] == [False, True, True]
+
+    def test_cancel_ends_a_search_as_a_whole(self):
+        held = HeldRequests()
+        held.add(SubmitRequest(make_request(key=10, n=2, beam=BeamParams(3, ()))))
+        assert [end.seq_key for end in held.cancel(1, [11])] == [10, 11]
+        assert held.take_all() == []
 
     def test_cancelled_sequence_does_not_end_again(self):
         held = HeldRequests()

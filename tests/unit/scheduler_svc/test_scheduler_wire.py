@@ -8,15 +8,24 @@ import pytest
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.plan import Admitted, Finished, News, NewSequence, Pinned, StepPlan
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.router import (
     merge_step_outputs,
     news_to_proto,
     refused_to_proto,
     request_from_proto,
 )
-from scheduler_svc.wire.worker import plan_to_proto, result_from_proto, worker_info_from_proto
+from scheduler_svc.wire.worker import (
+    plan_to_proto,
+    result_from_proto,
+    with_candidates,
+    worker_info_from_proto,
+)
+
+MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
 
 def ints(*values):
@@ -224,7 +233,7 @@ def test_request_keeps_all_it_was_sent_with():
             ],
         ),
         source=3,
-        vocab_size=100,
+        model=MODEL,
         now=40.0,
     )
     assert (request.source, request.first_seq_key, request.request_id) == (3, 2**64 - 2, "r")
@@ -240,6 +249,103 @@ def test_request_keeps_all_it_was_sent_with():
     ]
 
 
+def beam_submit(n=2, sampling=(), outputs=(), **beam):
+    params = {"seed": 1, "max_tokens": 9} | dict(sampling)
+    return scheduler_pb2.Submit(
+        n=n,
+        prompt_token_ids=pack_int32([1]),
+        sampling=common_pb2.SamplingParams(**params),
+        beam=common_pb2.BeamSearch(**({"width": 4} | beam)),
+        outputs=outputs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ends", "num_candidates"),
+    [
+        ({}, (1,), 8),
+        ({"ignore_eos": True}, (), 8),
+        ({"stop_token_ids": [7, 1, 3]}, (1, 3, 7), 16),
+        ({"stop_token_ids": [7], "min_tokens": 2}, (1, 7), 12 + 2),
+    ],
+)
+def test_a_search_asks_the_worker_for_candidates_and_ends_nothing(sampling, ends, num_candidates):
+    submit = beam_submit(
+        sampling=sampling, length_penalty=0.5, early_stopping=common_pb2.EARLY_STOPPING_NEVER
+    )
+    request = request_from_proto(submit, source=3, model=MODEL, now=0.0)
+    assert request.beam == BeamParams(4, ends, 0.5, EarlyStopping.NEVER)
+    assert request.min_tokens == sampling.get("min_tokens", 0)
+    told = common_pb2.SamplingParams.FromString(request.sampling)
+    assert told == common_pb2.SamplingParams(
+        temperature=0.0, seed=1, ignore_eos=True, logprobs=num_candidates
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"width": 1}, r"beam.width is 1; it must be in \[2, 10\]"),
+        ({"width": 11}, r"beam.width is 11; it must be in \[2, 10\]"),
+        ({"n": 5}, "n is 5; it must be at most beam.width, which is 4"),
+        ({"length_penalty": 6}, r"beam.length_penalty is 6.0; it must be in \[-5, 5\]"),
+        ({"length_penalty": float("nan")}, "beam.length_penalty is nan"),
+        ({"early_stopping": 9}, "beam.early_stopping is 9"),
+        (
+            {"sampling": {"stop_token_ids": range(40)}},
+            "looks at 164 at once; the model has 100",
+        ),
+        (
+            {"outputs": [scheduler_pb2.OutputSoFar(finished=True), scheduler_pb2.OutputSoFar()]},
+            "outputs has tokens or an end",
+        ),
+    ],
+)
+def test_what_makes_no_search_is_refused(fields, problem):
+    with pytest.raises(InvalidArgumentError, match=problem):
+        request_from_proto(beam_submit(**fields), source=3, model=MODEL, now=0.0)
+
+
+def test_only_beams_have_candidates():
+    result = result_from_proto(
+        worker_pb2.StepResult(
+            step_id=1,
+            sampled_rows=pack_int32([3, 0, 2]),
+            sampled_token_ids=pack_int32([5, 6, 7]),
+            logprobs=[
+                worker_pb2.SampledLogprob(
+                    index=index,
+                    logprob=common_pb2.TokenLogprob(
+                        top_token_ids=[10 + index, 20 + index], top_logprobs=[-0.5, -1.5]
+                    ),
+                )
+                for index in (0, 1)
+            ],
+        ),
+        step_id_base=0,
+        max_num_seqs=4,
+    )
+    assert with_candidates(result, frozenset()) is result.outcome
+    outcome = with_candidates(result, frozenset({1, 2, 3}))
+    assert outcome.candidate_rows.tolist() == [3, 2]
+    assert outcome.candidate_counts.tolist() == [2, 0], "the worker said nothing of row 2"
+    assert outcome.candidate_token_ids.tolist() == [10, 20]
+    assert outcome.candidate_logprobs.tolist() == [-0.5, -1.5]
+
+
+def test_what_a_search_found_goes_out_with_its_ends():
+    news = make_news(
+        [(4, 9, 90, 0)],
+        finished=[
+            Finished(4, 1, FinishReason.STOP, 8, token_ids=(7, 8), cumulative_logprob=-0.5),
+            Finished(4, 2, FinishReason.LENGTH, token_ids=(7, 6, 5), cumulative_logprob=-0.75),
+        ],
+    )
+    (output,) = news_to_proto(1, news, ()).values()
+    assert decode(output) == ([9, 1, 1, 2, 2, 2], [90, 7, 8, 7, 6, 5])
+    assert [end.cumulative_logprob for end in output.finished] == [-0.5, -0.75]
+
+
 def test_keys_past_64_bits_are_refused():
     submit = scheduler_pb2.Submit(
         first_seq_key=2**64 - 2,
@@ -248,7 +354,7 @@ def test_keys_past_64_bits_are_refused():
         sampling=common_pb2.SamplingParams(seed=1, max_tokens=9),
     )
     with pytest.raises(InvalidArgumentError, match=f"at most {2**64 - 3}"):
-        request_from_proto(submit, source=3, vocab_size=100, now=0.0)
+        request_from_proto(submit, source=3, model=MODEL, now=0.0)
 
 
 def test_refusal_carries_code_and_hint():

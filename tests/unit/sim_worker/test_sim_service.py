@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.v1 import common_pb2
 from scheduler_svc.replay import replay
 from scheduler_svc.replay_report import describe
 from sim_worker.app import run_sim_workers
@@ -69,6 +70,34 @@ async def test_many_workers_share_the_work(folder):
     replays = [replay_file(path) for path in (folder / "rec").iterdir()]
     assert [each.num_requests for each in replays] == [4] * 8
     assert [each.difference for each in replays] == [None] * 8
+
+
+async def test_searches_find_the_same_when_they_are_preempted(folder):
+    """Every token is as likely: only the order in which a worker lists them decides."""
+
+    async def found(targets, **options):
+        async with running_scheduler(folder, targets, **options) as scheduler:
+            router = FakeRouter(scheduler.target)
+            await router.connect()
+            for key in range(0, 12, 2):
+                beam = common_pb2.BeamSearch(width=3)
+                await router.submit(key, [5, 6, key], max_tokens=20, n=2, seed=key, beam=beam)
+            await router.read_until_finished(*range(12))
+            load = await router.load()
+            await router.disconnect()
+            return router.tokens, load
+
+    async with sim_workers(folder, 1) as targets:
+        calm, _ = await found(targets, epoch=1)
+    async with sim_workers(folder, 1, num_blocks=20, block_size=4) as targets:
+        crowded, load = await found(targets, epoch=2, record=folder / "rec")
+    assert crowded == calm
+    assert [len(tokens) for tokens in calm.values()] == [20] * 12
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    (path,) = (folder / "rec").iterdir()
+    result = replay_file(path)
+    assert result.difference is None
+    assert any(preemption.num_beams for preemption in result.preemptions)
 
 
 async def test_a_run_that_preempts_gives_the_same_tokens_and_is_explained(folder):

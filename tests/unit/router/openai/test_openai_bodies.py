@@ -6,7 +6,7 @@ import json
 import pytest
 from openai_fakes import FakeInference
 
-from router.domain import SamplingParams
+from router.domain import BeamSearch, EarlyStopping, SamplingParams
 from rpc.errors import AlreadyExistsError, InvalidArgumentError
 
 COMPLETIONS = "/v1/completions"
@@ -117,6 +117,25 @@ async def test_every_field_of_a_chat_arrives(http, inference):
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "beam"),
+    [
+        ({"n": 3}, BeamSearch(3)),
+        ({"n": 2, "best_of": 5, "length_penalty": 0}, BeamSearch(5, 0.0)),
+        ({"best_of": 4, "early_stopping": True}, BeamSearch(4, 1.0, EarlyStopping.WHEN_FULL)),
+        ({"best_of": 4, "early_stopping": "never"}, BeamSearch(4, 1.0, EarlyStopping.NEVER)),
+    ],
+)
+async def test_a_beam_search_has_vllms_names(http, inference, fields, beam):
+    bodies = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
+    for path, body in bodies.items():
+        search = {"use_beam_search": True, "temperature": 0, **fields}
+        async with http.post(path, json=body | search) as response:
+            assert response.status == 200, await response.text()
+    assert [request.beam for request in inference.requests] == [beam, beam]
+    assert [request.n for request in inference.requests] == [fields.get("n", 1)] * 2
+
+
 async def test_defaults_and_nulls_are_openais(http, inference):
     nulls = dict.fromkeys(
         ["temperature", "logprobs", "stop", "seed", "suffix", "echo", "best_of", "max_tokens"]
@@ -215,6 +234,9 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"echo": 0}, "echo", "echo is 0; it must be a valid boolean"),
         ({"suffix": "b"}, None, 'suffix is "b"; it is not supported'),
         ({"best_of": 3, "n": 2}, None, "best_of is 3; only one equal to n, which is 2"),
+        ({"length_penalty": 0.5}, "length_penalty", "it needs use_beam_search to be true"),
+        ({"early_stopping": True}, "early_stopping", "it needs use_beam_search to be true"),
+        ({"use_beam_search": True, "early_stopping": "no"}, "early_stopping", 'is "no"'),
         ({"store": True}, None, "store is true; it is not supported"),
         ({"prompt_logprobs": "1"}, "prompt_logprobs", "valid integer"),
     ],

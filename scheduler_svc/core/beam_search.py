@@ -1,0 +1,178 @@
+"""Beam search itself: which continuations go on, which are done, and when to stop looking.
+
+Step for step what `transformers` does in `generate(num_beams=width, do_sample=False)`, in float32
+as there, so that the outputs are the same token for token. At every step the `num_kept` likeliest
+continuations of all beams are looked at, best first. Those that end (by an end token, or because
+the output is as long as it may be) and are among the first `width` become hypotheses, of which the
+best `width` stay; of those that do not end, the first `width` are the next beams.
+
+Among equally likely continuations the one of the better beam goes first, and within a beam the one
+that the worker reported first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class EarlyStopping(StrEnum):
+    """When to stop before the beams are as long as they may be; `width` hypotheses there must be.
+
+    `transformers` calls them False, True and "never".
+    """
+
+    HEURISTIC = "heuristic"
+    """When the best beam, if it ended now, would score worse than the worst hypothesis."""
+    WHEN_FULL = "when_full"
+    """At once."""
+    NEVER = "never"
+    """When no beam can get a better score than the worst hypothesis, at any length."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """What a request says of its search."""
+
+    width: int
+    """Beams, and hypotheses, at least 2."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end an output; distinct."""
+    length_penalty: float = 1.0
+    """A score is the sum of log-probabilities ÷ number of output tokens ^ this."""
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+    @property
+    def num_kept(self) -> int:
+        """Continuations looked at in a step: so many that `width` of them do not end."""
+        return max(2, 1 + len(self.end_token_ids)) * self.width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The likeliest next tokens of one beam, best first; parallel."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beam:
+    """An output that goes on."""
+
+    token_ids: Int32Array
+    """Prompt and output."""
+    logprob: np.float32
+    """Of the output: the sum of its tokens' log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hypothesis:
+    """An output that has ended."""
+
+    token_ids: tuple[int, ...]
+    """Without the prompt, with the end token if there is one."""
+    logprob: np.float32
+    score: np.float32
+    end_token_id: int | None
+    """The token that ended it; None: its length did."""
+
+
+class BeamSearch:
+    """One search: its beams, and the hypotheses so far."""
+
+    def __init__(
+        self,
+        params: BeamParams,
+        prompt_token_ids: Int32Array,
+        *,
+        max_tokens: int,
+        min_tokens: int = 0,
+    ) -> None:
+        """Start with one beam, the prompt; an output has `min_tokens` to `max_tokens` tokens."""
+        self.params = params
+        self.beams: tuple[Beam, ...] = (Beam(prompt_token_ids, np.float32(0)),)
+        """Those that go on, best first; all of one length. None when the search is over."""
+        self.hypotheses: tuple[Hypothesis, ...] = ()
+        """At most `width`, best first."""
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
+        self._end_token_ids = np.array(params.end_token_ids, np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each beam, the prompt included."""
+        return len(self.beams[0].token_ids)
+
+    def advance(self, candidates: Sequence[Candidates]) -> tuple[int, ...]:
+        """Take the step that `candidates`, parallel to the beams, allow.
+
+        Each beam must have `num_kept` candidates that `min_tokens` does not rule out, or all there
+        are. With fewer tokens than that in the vocabulary there may be fewer beams and hypotheses.
+
+        Returns:
+            For each of the new beams, which of the old ones it continues.
+        """
+        parents, token_ids, totals = self._likeliest(candidates)
+        num_output_tokens = self.num_tokens + 1 - self._num_prompt_tokens
+        is_end = np.isin(token_ids, self._end_token_ids)
+        ends = is_end | (num_output_tokens == self._max_tokens)
+        for index in np.flatnonzero(ends[: self.params.width]).tolist():
+            output = self.beams[parents[index]].token_ids[self._num_prompt_tokens :].tolist()
+            token_id = int(token_ids[index])
+            self._keep(
+                Hypothesis(
+                    (*output, token_id),
+                    totals[index],
+                    self._score(totals[index], num_output_tokens),
+                    token_id if is_end[index] else None,
+                )
+            )
+        next_ = np.flatnonzero(~ends)[: self.params.width].tolist()
+        if not next_ or self._is_over(totals[next_[0]], num_output_tokens):
+            self.beams = ()
+            return ()
+        self.beams = tuple(
+            Beam(np.append(self.beams[parents[i]].token_ids, token_ids[i]), totals[i])
+            for i in next_
+        )
+        return tuple(parents[next_].tolist())
+
+    def _likeliest(
+        self, candidates: Sequence[Candidates]
+    ) -> tuple[npt.NDArray[np.intp], Int32Array, Float32Array]:
+        """Return beam, token and log-probability in all of the `num_kept` best, best first."""
+        parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
+        token_ids = np.concatenate([c.token_ids for c in candidates])
+        totals = np.concatenate(
+            [c.logprobs + beam.logprob for c, beam in zip(candidates, self.beams, strict=True)]
+        )
+        if self.num_tokens - self._num_prompt_tokens < self._min_tokens:
+            may_come = ~np.isin(token_ids, self._end_token_ids)
+            parents, token_ids, totals = parents[may_come], token_ids[may_come], totals[may_come]
+        best = np.argsort(-totals, kind="stable")[: self.params.num_kept]
+        return parents[best], token_ids[best], totals[best]
+
+    def _score(self, logprob: np.float32, num_output_tokens: int) -> np.float32:
+        return np.float32(logprob / np.float32(num_output_tokens**self.params.length_penalty))
+
+    def _keep(self, new: Hypothesis) -> None:
+        hypotheses = sorted((*self.hypotheses, new), key=lambda h: h.score, reverse=True)  # stable
+        self.hypotheses = tuple(hypotheses[: self.params.width])
+
+    def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:
+        """Whether no beam, the best of which has `best_logprob`, is worth another step."""
+        if len(self.hypotheses) < self.params.width:
+            return False
+        if self.params.early_stopping is EarlyStopping.WHEN_FULL:
+            return True
+        length = num_output_tokens
+        if self.params.early_stopping is EarlyStopping.NEVER and self.params.length_penalty > 0:
+            length = self._max_tokens
+        return not self._score(best_logprob, length) > self.hypotheses[-1].score

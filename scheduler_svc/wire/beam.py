@@ -1,0 +1,77 @@
+"""What a router's request says of a beam search, and what a worker must know of it."""
+
+from math import isfinite
+
+from quire.v1 import common_pb2, scheduler_pb2
+from rpc.errors import InvalidArgumentError
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.domain import ModelInfo
+
+_MIN_WIDTH, _MAX_WIDTH = 2, 10
+"""As in `quire.v1.BeamSearch`, as the next."""
+_MAX_LENGTH_PENALTY = 5
+
+_EARLY_STOPPING_FROM_PROTO = {
+    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    common_pb2.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
+    common_pb2.EARLY_STOPPING_WHEN_FULL: EarlyStopping.WHEN_FULL,
+    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+
+
+def beam_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
+    """Take the search that a request asks for.
+
+    Raises:
+        InvalidArgumentError: A field breaks the contract; the message names value and limit.
+    """
+    beam, sampling = message.beam, message.sampling
+    if not _MIN_WIDTH <= beam.width <= _MAX_WIDTH:
+        raise InvalidArgumentError(
+            "beam.width", f"is {beam.width}; it must be in [{_MIN_WIDTH}, {_MAX_WIDTH}]"
+        )
+    if message.n > beam.width:
+        raise InvalidArgumentError(
+            "n", f"is {message.n}; it must be at most beam.width, which is {beam.width}"
+        )
+    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    if not (isfinite(length_penalty) and abs(length_penalty) <= _MAX_LENGTH_PENALTY):
+        raise InvalidArgumentError(
+            "beam.length_penalty",
+            f"is {length_penalty}; it must be in [-{_MAX_LENGTH_PENALTY}, {_MAX_LENGTH_PENALTY}]",
+        )
+    if beam.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
+        raise InvalidArgumentError(
+            "beam.early_stopping", f"is {beam.early_stopping}, which this scheduler does not know"
+        )
+    if any(output.finished or output.token_ids for output in message.outputs):
+        raise InvalidArgumentError(
+            "outputs", "has tokens or an end; a beam search has neither before it is over"
+        )
+    ends = () if sampling.ignore_eos else model.eos_token_ids
+    params = BeamParams(
+        width=beam.width,
+        end_token_ids=tuple(sorted({*ends, *sampling.stop_token_ids})),
+        length_penalty=length_penalty,
+        early_stopping=_EARLY_STOPPING_FROM_PROTO[beam.early_stopping],
+    )
+    if params.num_kept > model.vocab_size:
+        raise InvalidArgumentError(
+            "beam.width",
+            f"is {beam.width}: with {len(params.end_token_ids)} tokens that end an output, the"
+            f" search looks at {params.num_kept} at once; the model has {model.vocab_size}",
+        )
+    return params
+
+
+def beam_sampling(
+    params: BeamParams, sampling: common_pb2.SamplingParams
+) -> common_pb2.SamplingParams:
+    """Make what a worker is told: to report candidates, and to end nothing by itself."""
+    num_ruled_out = len(params.end_token_ids) if sampling.min_tokens else 0
+    return common_pb2.SamplingParams(
+        temperature=0,
+        seed=sampling.seed,
+        ignore_eos=True,
+        logprobs=params.num_kept + num_ruled_out,
+    )

@@ -1,0 +1,294 @@
+"""Searches in the block space by example: which beam's row and blocks go where."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
+
+from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.plan import News, StepOutcome, StepPlan, ints
+from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.request import FinishReason, Request, SeqKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SeqStatus
+
+LIKELY = {0: -0.1, 1: -0.2, 2: -3.0, 3: -9.0}
+"""After anything: the two beams of a search are its best one's children, as long as both last."""
+
+
+def search(core: Scheduler, key: int, prompt, *, width: int = 2, max_tokens: int = 8, n: int = 1):
+    request = Request(
+        source=ROUTER,
+        first_seq_key=SeqKey(key),
+        request_id=f"search-{key}",
+        prompt_token_ids=np.array(prompt, np.int32),
+        n=n,
+        max_tokens=max_tokens,
+        sampling=b"",
+        beam=BeamParams(width, end_token_ids=()),
+    )
+    core.submit(request, now=float(key))
+    check(core)
+
+
+def report(core: Scheduler, plan: StepPlan, **rows: dict[int, float]) -> News:
+    """Each row named, as in `r0={7: -0.5}`, reports these candidates."""
+    by_row = {int(name.removeprefix("r")): likely for name, likely in rows.items()}
+    likely = list(by_row.values())
+    outcome = StepOutcome(
+        plan.step_id,
+        sampled_rows=ints(list(by_row)),
+        sampled_token_ids=ints([next(iter(each)) for each in likely]),
+        stopped_rows=ints([]),
+        failed_rows=ints([]),
+        candidate_rows=ints(list(by_row)),
+        candidate_counts=ints([len(each) for each in likely]),
+        candidate_token_ids=ints([token for each in likely for token in each]),
+        candidate_logprobs=np.array([p for each in likely for p in each.values()], np.float32),
+    )
+    news = core.update(outcome)
+    check(core)
+    return news
+
+
+def tokens(plan: StepPlan) -> list[list[int]]:
+    return [new.token_ids.tolist() for new in plan.new_sequences]
+
+
+def copies(plan: StepPlan) -> list[tuple[int, int]]:
+    return list(zip(plan.copy_src_block_ids, plan.copy_dst_block_ids, strict=True))
+
+
+def test_beams_share_full_blocks_and_copy_the_partial_one():
+    core = make_core()
+    search(core, 0, [1, 2, 3, 4, 5])
+    first = schedule(core)
+    assert (new(first), chunks(first), first.num_decodes) == ([(0, 0, [0, 1])], {0: 5}, 0)
+    assert first.new_sequences[0].max_total_tokens == 6
+    assert core.schedule(0.0) is None, "what goes on is not known before the prompt's candidates"
+
+    news = report(core, first, r0=LIKELY)
+    assert (news.seq_keys.size, news.finished) == (0, ())
+    second = schedule(core)
+    assert second.released_rows.tolist() == [0]
+    assert tokens(second) == [[1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 1]]
+    assert new(second) == [(0, 5, [0, 1]), (1, 5, [0, 2])]
+    assert (copies(second), chunks(second)) == ([(1, 2)], {0: 1, 1: 1})
+
+
+def test_a_beam_without_a_child_gives_its_place_away():
+    core = make_core()
+    search(core, 0, [1, 2, 3, 4, 5])
+    report(core, schedule(core), r0=LIKELY)
+    third = schedule(core)
+    report(core, third, r0={5: -9.0, 6: -9.1}, r1={7: -0.1, 8: -0.2})
+    fourth = schedule(core)
+    assert tokens(fourth) == [[1, 2, 3, 4, 5, 1, 7], [1, 2, 3, 4, 5, 1, 8]]
+    # Row 1 goes on in block 2. Row 0 is another beam now, with a copy; its block 1 is used again.
+    assert new(fourth) == [(1, 6, [0, 2]), (0, 6, [0, 1])]
+    assert copies(fourth) == [(2, 1)]
+    assert sorted(fourth.released_rows.tolist()) == [0, 1]
+
+
+def test_at_a_border_each_beam_gets_a_block_and_nothing_is_copied():
+    core = make_core()
+    search(core, 0, [1, 2, 3, 4])
+    report(core, schedule(core), r0=LIKELY)
+    second = schedule(core)
+    assert new(second) == [(0, 4, [0, 1]), (1, 4, [0, 2])]
+    assert copies(second) == []
+
+
+def test_all_outputs_come_at_the_end_best_first():
+    core = make_core()
+    search(core, 5, [1, 2], max_tokens=2, n=2)
+    assert report(core, schedule(core), r0=LIKELY).finished == ()
+    news = report(core, schedule(core), r0={4: -1.0, 5: -2.0}, r1={6: -0.5, 7: -2.0})
+    assert [(f.seq_key, f.reason, f.token_ids) for f in news.finished] == [
+        (5, FinishReason.LENGTH, (1, 6)),
+        (6, FinishReason.LENGTH, (0, 4)),
+    ]
+    assert [f.cumulative_logprob for f in news.finished] == pytest.approx([-0.7, -1.1])
+    assert [a.seq_key for a in news.admitted] == []
+    schedule(core)
+    assert core.load().num_running == 0
+
+
+def test_others_decode_meanwhile():
+    core = make_core()
+    submit(core, 0, [1, 2])
+    search(core, 9, [1, 2, 3])
+    first, second = schedule(core), schedule(core)
+    assert (chunks(first), second.num_decodes, chunks(second)) == ({0: 2, 1: 3}, 1, {})
+    outcome_rows = {"r0": {7: -1.0}, "r1": LIKELY}
+    news = report(core, first, **outcome_rows)
+    assert (news.seq_keys.tolist(), news.token_ids.tolist()) == ([0], [7])
+    third = schedule(core)
+    assert (third.num_decodes, chunks(third)) == (1, {1: 1, 2: 1})
+
+
+def test_no_other_gets_the_rows_that_beams_will_need():
+    core = make_core(max_num_seqs=3)
+    search(core, 0, [1, 2], width=2)
+    submit(core, 10, [3])
+    submit(core, 11, [4])
+    first = schedule(core)
+    assert chunks(first) == {0: 2, 1: 1}
+    report(core, first, r0=LIKELY, r1={7: -1.0})
+    assert [s.row for s in schedule(core).new_sequences] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_rows", "starts"), [(6, 4, True), (5, 4, False), (6, 3, False)]
+)
+def test_a_search_waits_for_rows_and_blocks_for_all_its_beams(num_blocks, num_rows, starts):
+    core = make_core(num_blocks, max_num_seqs=num_rows)
+    submit(core, 0, [3, 4, 5, 6, 7])  # a row, 2 blocks
+    search(core, 10, [1, 2, 3, 4, 5], width=3, max_tokens=4)  # 3 rows, 2 blocks, and 2 for copies
+    assert chunks(schedule(core)) == ({0: 5, 1: 5} if starts else {0: 5})
+
+
+def test_a_search_is_preempted_and_resumes_as_a_whole():
+    core = make_core(num_blocks=5, enable_prefix_caching=False)
+    submit(core, 0, [3, 4, 5], max_tokens=12)
+    search(core, 10, [1, 2, 3, 4, 5], max_tokens=8)
+    plan = schedule(core)
+    assert new(plan) == [(0, 0, [0]), (1, 0, [1, 2])]
+    report(core, plan, r0={7: -1.0}, r1=LIKELY)
+    for _ in range(3):  # sequence 0 takes the last block, and the beams fill theirs
+        plan = schedule(core)
+        report(core, plan, r0={7: -1.0}, r1={5: -1.0, 6: -9.0}, r2={5: -1.0, 6: -9.0})
+    assert core.load().num_free_blocks == 0
+    plan = schedule(core)
+    load = core.load()
+    assert (load.num_running, load.num_waiting, load.num_preemptions) == (1, 1, 1)
+    assert (sorted(plan.released_rows), chunks(plan), plan.num_decodes) == ([1, 2], {}, 1)
+    assert load.num_free_blocks == 3
+    answer(core, plan, 0, stopped=[0])
+
+    plan = schedule(core)
+    assert tokens(plan) == [[1, 2, 3, 4, 5, 0, 5, 5, 5]]
+    ((best, _, _),) = new(plan)
+    report(core, plan, **{f"r{best}": LIKELY})
+    plan = schedule(core)
+    assert tokens(plan) == [[1, 2, 3, 4, 5, 1, 5, 5, 5]]
+    assert [num_computed for _, num_computed, _ in new(plan)] == [4]
+
+
+def test_what_resumes_shares_what_it_has_in_common():
+    core = make_core(num_blocks=16, enable_prefix_caching=False)
+    search(core, 0, [1, 2, 3, 4, 5, 6], max_tokens=6)
+    report(core, schedule(core), r0=LIKELY)
+    plan = schedule(core)
+    group = next(iter(core._beams))
+    core._preempt(group.leader)
+    check(core)
+    assert core.load().num_waiting == 1
+    assert answer(core, plan, 0, 1).seq_keys.size == 0, "what was under way is void"
+
+    resumed = schedule(core)
+    assert tokens(resumed) == [[1, 2, 3, 4, 5, 6, 0]]
+    ((row, num_computed, blocks),) = new(resumed)
+    assert (num_computed, chunks(resumed)) == (0, {row: 7})
+    others = schedule(core)
+    assert tokens(others) == [[1, 2, 3, 4, 5, 6, 1]]
+    ((other, num_computed, other_blocks),) = new(others)
+    assert (num_computed, chunks(others)) == (4, {other: 3})
+    assert other_blocks[0] == blocks[0]
+    assert core.load().num_recomputed_tokens == 6 + 2
+    # The search goes on when both have reported, whichever comes first.
+    report(core, resumed, **{f"r{row}": {5: -0.1, 4: -9.0}})
+    report(core, others, **{f"r{other}": {6: -0.1, 4: -9.0}})
+    assert tokens(schedule(core)) == [[1, 2, 3, 4, 5, 6, 0, 5], [1, 2, 3, 4, 5, 6, 1, 6]]
+
+
+def test_a_cancel_of_one_output_is_one_of_all():
+    core = make_core()
+    search(core, 0, [1, 2, 3], n=2)
+    first = schedule(core)
+    report(core, first, r0=LIKELY)
+    schedule(core)
+    ends = core.cancel(ROUTER, [1, 0])
+    assert [(end.seq_key, end.reason) for end in ends] == [
+        (0, FinishReason.CANCELLED),
+        (1, FinishReason.CANCELLED),
+    ]
+    check(core)
+    assert core.cancel(ROUTER, [0, 1]) == ()
+
+
+def test_a_beam_that_cannot_sample_ends_its_search():
+    core = make_core()
+    search(core, 0, [1, 2, 3], n=2)
+    report(core, schedule(core), r0=LIKELY)
+    news = answer(core, schedule(core), failed=[1])
+    assert [(f.seq_key, f.reason) for f in news.finished] == [
+        (0, FinishReason.ERROR),
+        (1, FinishReason.ERROR),
+    ]
+
+
+def test_a_search_of_a_lost_worker_starts_anew():
+    core = make_core()
+    search(core, 0, [1, 2, 3], n=2)
+    report(core, schedule(core), r0=LIKELY)
+    schedule(core)
+    (request,) = core.drain()
+    assert [(o.token_ids.tolist(), o.finished) for o in request.outputs] == [([], False)] * 2
+    core = make_core()
+    core.submit(request, now=0.0)
+    assert tokens(schedule(core)) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"max_num_seqs": 3}, "the beam width is 4; at most 3 sequences run at once"),
+        ({"num_blocks": 8}, "4 beams .* may take 9 blocks; there are 8"),
+    ],
+)
+def test_a_search_that_could_never_go_on_is_refused(overrides, problem):
+    core = make_core(**overrides)
+    with pytest.raises(RequestTooLongError, match=problem):
+        search(core, 0, [1, 2, 3, 4, 5], width=4, max_tokens=8)
+    # One block of prompt is shared; positions 4 to 11 are in two more, for each beam.
+    search(make_core(num_blocks=9), 0, [1, 2, 3, 4, 5], width=4, max_tokens=8)
+
+
+def test_eight_outputs_of_a_long_prompt_take_hardly_more_than_one():
+    assert most_blocks_held(n=8) < 1.3 * most_blocks_held(n=1)
+
+
+def most_blocks_held(n: int) -> int:
+    core = make_core(256, block_size=16, max_model_len=4096, max_num_batched_tokens=4096)
+    submit(core, 0, range(2048), n=n, max_tokens=32)
+    most = 0
+    while (plan := core.schedule(0.0)) is not None:
+        load = core.load()
+        most = max(most, load.num_blocks - load.num_free_blocks - load.num_cached_blocks)
+        sampling = [seq.row for seq in core._live if seq.status is SeqStatus.DECODE]
+        answer(core, plan, *sampling)
+    assert core.load().num_running == core.load().num_waiting == 0
+    return most
+
+
+def test_a_search_does_not_migrate():
+    core = Replica(replace(make_core().config, num_host_blocks=8))
+    search(core, 0, [1, 2, 3], n=2)
+    schedule(core)
+    with pytest.raises(MigrationRefusedError, match="it is a beam search"):
+        core.begin_export(ROUTER, SeqKey(0))
+    check(core)
+
+
+def test_beams_are_not_paced_as_their_long_prompt_was():
+    core = make_core(num_blocks=32, long_prefill_threshold=4)
+    search(core, 0, range(20))
+    report(core, schedule(core), r0=LIKELY)
+    submit(core, 5, [1, 2])
+    report(core, schedule(core), r0={5: -1.0}, r1={6: -1.0}, r2={7: -1.0})
+    plan = core.schedule(0.0, max_paced_tokens=0)
+    assert (plan.num_decodes, sorted(plan.chunk_lens)) == (1, [1, 1])

@@ -1,0 +1,111 @@
+"""Beam search by example: what goes on, what is done, when it is over."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.beam_search import BeamParams, BeamSearch, Candidates, EarlyStopping
+
+END = 9
+
+
+def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearch:
+    settings = {"width": 2, "end_token_ids": (END,)} | params
+    prompt = np.array([5, 6], np.int32)
+    return BeamSearch(BeamParams(**settings), prompt, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def candidates(**likely: float) -> Candidates:
+    """`t3=-0.5`: token 3 has that log-probability."""
+    tokens = [int(name.removeprefix("t")) for name in likely]
+    return Candidates(np.array(tokens, np.int32), np.array(list(likely.values()), np.float32))
+
+
+def outputs(search: BeamSearch) -> list[list[int]]:
+    return [beam.token_ids[2:].tolist() for beam in search.beams]
+
+
+def found(search: BeamSearch) -> list[tuple[int, ...]]:
+    return [hypothesis.token_ids for hypothesis in search.hypotheses]
+
+
+def test_the_likeliest_continuations_of_all_beams_go_on():
+    search = make_search()
+    assert search.advance([candidates(t1=-1.0, t2=-2.0, t3=-3.0, t4=-4.0)]) == (0, 0)
+    assert outputs(search) == [[1], [2]]
+    # -1 and -2 so far: 7 makes -2.5 of the second, and overtakes the first's 3
+    parents = search.advance([candidates(t4=-1.0, t3=-2.0), candidates(t7=-0.5, t8=-5.0)])
+    assert parents == (0, 1)
+    assert outputs(search) == [[1, 4], [2, 7]]
+    assert search.advance([candidates(t1=-3.0, t2=-4.0), candidates(t1=-0.1, t2=-0.2)]) == (1, 1)
+    assert outputs(search) == [[2, 7, 1], [2, 7, 2]]
+
+
+def test_equally_likely_ones_keep_their_order():
+    search = make_search()
+    search.advance([candidates(t8=-1.0, t3=-1.0, t5=-1.0, t4=-1.0)])
+    assert outputs(search) == [[8], [3]]
+    search.advance([candidates(t2=-1.0, t1=-1.0), candidates(t7=-1.0, t6=-1.0)])
+    assert outputs(search) == [[8, 2], [8, 1]]
+
+
+def test_one_that_ends_makes_room_for_the_next():
+    search = make_search()
+    assert search.advance([candidates(t9=-1.0, t1=-2.0, t2=-3.0, t3=-4.0)]) == (0, 0)
+    assert (found(search), outputs(search)) == ([(END,)], [[1], [2]])
+    (hypothesis,) = search.hypotheses
+    assert (hypothesis.logprob, hypothesis.score, hypothesis.end_token_id) == (-1.0, -1.0, END)
+
+
+def test_an_end_that_is_not_among_the_best_is_forgotten():
+    search = make_search()
+    search.advance([candidates(t1=-1.0, t2=-2.0, t9=-3.0, t3=-4.0)])
+    assert (found(search), outputs(search)) == ([], [[1], [2]])
+
+
+def test_ends_do_not_come_before_min_tokens():
+    search = make_search(min_tokens=1)
+    search.advance([candidates(t9=-0.1, t1=-2.0, t2=-3.0, t3=-4.0, t4=-5.0)])
+    assert (found(search), outputs(search)) == ([], [[1], [2]])
+    search.advance([candidates(t9=-0.1, t1=-2.0), candidates(t9=-0.1, t3=-9.0)])
+    assert found(search) == [(1, END), (2, END)]
+
+
+def test_at_the_length_the_best_are_done():
+    search = make_search(max_tokens=2)
+    search.advance([candidates(t1=-1.0, t2=-2.0, t3=-3.0, t4=-4.0)])
+    assert search.advance([candidates(t4=-1.0, t3=-9.0), candidates(t9=-0.5, t8=-9.0)]) == ()
+    assert search.beams == ()
+    assert found(search) == [(1, 4), (2, END)]
+    assert [h.end_token_id for h in search.hypotheses] == [None, END]
+
+
+@pytest.mark.parametrize(("penalty", "best"), [(0.0, (END,)), (1.0, (1, END)), (-1.0, (END,))])
+def test_the_penalty_favours_the_longer_or_the_shorter(penalty, best):
+    search = make_search(length_penalty=penalty)
+    search.advance([candidates(t9=-1.0, t1=-1.0, t2=-3.0, t3=-4.0)])
+    search.advance([candidates(t9=-0.5, t4=-9.0), candidates(t5=-9.0, t6=-9.0)])
+    assert found(search)[0] == best
+
+
+@pytest.mark.parametrize("stopping", EarlyStopping)
+def test_when_it_stops(stopping):
+    """Two are done, with -0.6 and -1.05; the best that goes on has -1.1 ÷ 2 tokens so far."""
+    search = make_search(early_stopping=stopping)
+    search.advance([candidates(t9=-0.6, t1=-1.0, t2=-1.2, t3=-4.0)])
+    search.advance([candidates(t5=-0.1, t9=-1.1, t6=-8.0), candidates(t7=-8.0)])
+    assert found(search) == [(END,), (1, END)]
+    if stopping is EarlyStopping.WHEN_FULL:
+        assert search.beams == ()
+        return
+    assert search.beams  # -0.55 would be better than -1.05
+    search.advance([candidates(t5=-2.3, t6=-2.4), candidates(t7=-8.0)])
+    # -3.4 ÷ 3 is worse than -1.05; ÷ 8, if nothing more is lost, it were better
+    assert bool(search.beams) is (stopping is EarlyStopping.NEVER)
+
+
+def test_candidates_that_are_too_few_leave_fewer_beams():
+    search = make_search(width=3)
+    assert search.advance([candidates(t1=-1.0, t9=-2.0)]) == (0,)
+    assert (found(search), outputs(search)) == ([(END,)], [[1]])
+    assert search.advance([candidates(t9=-1.0)]) == ()
+    assert found(search) == [(1, END), (END,)]
