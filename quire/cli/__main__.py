@@ -58,7 +58,7 @@ def _known_errors() -> tuple[type[Exception], ...]:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
     return (
         "Serves large language models from a paged KV cache.\n\n"
         f"usage: quire COMMAND [FLAGS]\n\n{commands}\n\n"
