@@ -85,6 +85,10 @@ class Library:
         library.quire_has_linear.restype = ctypes.c_int64
         self.has_linear = bool(library.quire_has_linear())
         """Whether `linear` exists: it needs the CPU's own dot product of bfloat16."""
+        self.quantized = Kernel(library, "quantized", "5q6Pq")
+        library.quire_has_quantized.restype = ctypes.c_int64
+        self.has_quantized = bool(library.quire_has_quantized())
+        """Whether `quantized` exists; it needs the same, and more."""
 
 
 @functools.cache
