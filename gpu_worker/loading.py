@@ -16,6 +16,7 @@ from gpu_worker.kv_pool import KvPool, block_bytes
 from gpu_worker.lower_tiers import open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
+from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from gpu_worker.step_loop import StepLoop
@@ -41,7 +42,8 @@ def load(
     """
     device = pick_device(settings.device)
     num_threads = set_num_threads(settings.num_threads)
-    source = open_model(settings.model, settings.model_class)
+    quantization = Quantization(settings.quantization) if settings.quantization else None
+    source = open_model(settings.model, settings.model_class, quantization)
     config = source.config
     dtype = pick_dtype(settings.dtype, config, device)
     report("loading weights", 0.0)
@@ -101,6 +103,7 @@ def load(
         model=info.model_id,
         device=info.device,
         dtype=info.dtype,
+        quantization=settings.quantization,
         num_threads=num_threads,
         max_model_len=limits.max_model_len,
         num_blocks=num_blocks,

@@ -15,6 +15,7 @@ from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
 from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config
+from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.weights import Weights, load_weights
 
 _TRANSFORMERS: Final = "transformers"
@@ -60,14 +61,26 @@ _NATIVE: Final = {
 class _CheckpointSource:
     """A model that is built from the tensors of its checkpoint."""
 
-    def __init__(self, directory: Path, fields: JsonFields, family: _Family) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        fields: JsonFields,
+        family: _Family,
+        quantization: Quantization | None,
+    ) -> None:
         self.config = family.read_config(fields)
+        self._quantization = quantization
         self._directory = directory
         self._family = family
 
     def load(
         self, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
     ) -> Decoder:
+        if self._quantization is not None and device.type != "cpu":
+            raise ModelError(
+                f"quantization is {self._quantization.value}; the device is {device}, and it is"
+                " supported on cpu alone"
+            )
         return load_weights(
             self._directory,
             self.config.architecture,
@@ -75,15 +88,19 @@ class _CheckpointSource:
             dtype,
             device,
             progress,
+            self._quantization,
         )
 
 
-def open_model(directory: Path, model_class: str = "") -> ModelSource:
+def open_model(
+    directory: Path, model_class: str = "", quantization: Quantization | None = None
+) -> ModelSource:
     """Find what runs the model of a directory, and read its config.
 
     Args:
         directory: a Hugging Face directory.
         model_class: as the setting of that name.
+        quantization: how the weights are to be kept; None: as the dtype says.
 
     Raises:
         ModelError: a file or field is missing, malformed, or asks for what is not supported, or
@@ -91,11 +108,16 @@ def open_model(directory: Path, model_class: str = "") -> ModelSource:
     """
     fields = read_json(directory / "config.json")
     if model_class and model_class != _TRANSFORMERS:
-        return _CheckpointSource(directory, fields, _import_family(model_class))
+        return _CheckpointSource(directory, fields, _import_family(model_class), quantization)
     refuse_quantized(fields)
     architecture = read_architecture(fields)
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
-        return _CheckpointSource(directory, fields, _NATIVE[architecture])
+        return _CheckpointSource(directory, fields, _NATIVE[architecture], quantization)
+    if quantization is not None:
+        raise ModelError(
+            f"quantization is {quantization.value}; {architecture} is run by transformers' model,"
+            f" and it is supported for {', '.join(_NATIVE)}"
+        )
     try:
         # Here, not above: it is not needed by every worker, and takes seconds.
         from gpu_worker.models.transformers_source import TransformersSource  # noqa: PLC0415

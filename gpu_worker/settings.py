@@ -37,6 +37,11 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, where the device is fast
     in it, else float32."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Integers that weights of linear maps are rounded to when they are read, for less memory and
+    faster decoding; on a CPU, and for implementations of our own or of yours. int8: a scale for
+    each output; int4: a scale and an offset for each 64 (else 32) inputs of an output, and a last
+    map, over the vocabulary, in int8. Unset: as dtype says."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; unset: as many as the model takes."""
     max_num_seqs: PositiveInt | None = None

@@ -15,6 +15,12 @@ import torch
 from gpu_worker.checkpoint import Checkpoint
 from gpu_worker.json_fields import ModelError
 from gpu_worker.models.linear import Linear, make_linear
+from gpu_worker.models.quantized_linear import (
+    Quantization,
+    can_quantize,
+    make_quantized_linear,
+    quantize,
+)
 
 ModelT = TypeVar("ModelT")
 
@@ -31,12 +37,16 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         fill: Callable[[str, torch.Tensor], None],
+        quantization: Quantization | None = None,
     ) -> None:
         """`fill` gives an empty tensor the contents of a name; `names` are those there are."""
         self.names = names
         self.dtype = dtype
         """Of all weights, and of the activations."""
         self.device = device
+        self.num_quantized = 0
+        """How many linear maps were quantized."""
+        self._quantization = quantization
         self._fill = fill
         self._ignored: list[re.Pattern[str]] = []
 
@@ -47,17 +57,42 @@ class Weights:
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
         """A linear map, or several of one input fused into one: their outputs joined.
 
+        It is quantized if the worker was told to.
+
         Args:
             num_in: K.
             parts: of each map the name, to which ".weight" and ".bias" are added, and its N.
             bias: whether they have one.
         """
         weight = self._joined([(f"{name}.weight", (num_out, num_in)) for name, num_out in parts])
-        if not bias:
-            return make_linear(weight, None)
-        return make_linear(
-            weight, self._joined([(f"{name}.bias", (num_out,)) for name, num_out in parts])
-        )
+        joined_bias = None
+        if bias:
+            joined_bias = self._joined([(f"{name}.bias", (num_out,)) for name, num_out in parts])
+        if self._quantization is not None and not can_quantize(num_in, self._quantization):
+            raise ModelError(
+                f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
+                " features, required is a multiple of 32"
+            )
+        return self._map(weight, joined_bias, self._quantization)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        """The map that scores the vocabulary, from its weight `[V, E]`, which may be the embedding.
+
+        Where the others are quantized it has 8 bits: each of its rows decides over one token alone,
+        and four would show in what the model says; sixteen would be a third of what a small model
+        reads in each step.
+        """
+        return self._map(weight, None, Quantization.INT8 if self._quantization else None)
+
+    def _map(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization | None
+    ) -> Linear:
+        if quantization is None:
+            return make_linear(weight, bias)
+        self.num_quantized += 1
+        if weight.is_meta:  # only planned
+            return make_linear(weight, bias)
+        return make_quantized_linear(quantize(weight, quantization), bias)
 
     def ignore(self, pattern: str) -> None:
         """Let tensors be there whose whole name matches a regular expression, though unused."""
@@ -84,6 +119,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[float], None],
+    quantization: Quantization | None = None,
 ) -> ModelT:
     """Build a model whose weights are read, converted to `dtype`, and put on `device`.
 
@@ -98,16 +134,26 @@ def load_weights(
         dtype: of weights and activations.
         device: where they go.
         progress: called with the fraction of weights read, growing up to 1.
+        quantization: of the linear maps; None leaves them in `dtype`.
 
     Raises:
-        ModelError: a file is missing or damaged, or tensors are missing, unexpected or misshapen.
+        ModelError: a file is missing or damaged, tensors are missing, unexpected or misshapen, or
+            the model cannot be quantized.
     """
     checkpoint = Checkpoint(directory)
     num_elems: dict[str, int] = {}
     plan = Weights(
-        checkpoint.names, dtype, _META, lambda name, out: num_elems.update({name: out.numel()})
+        checkpoint.names,
+        dtype,
+        _META,
+        lambda name, out: num_elems.update({name: out.numel()}),
+        quantization,
     )
     build(plan)
+    if quantization is not None and not plan.num_quantized:
+        raise ModelError(
+            f"quantization is {quantization.value}; {architecture} makes no map by weights.linear"
+        )
     missing = sorted(num_elems.keys() - checkpoint.names)
     if missing:
         raise ModelError(f"{directory} lacks {_some(missing)} of {architecture}")
@@ -123,7 +169,7 @@ def load_weights(
         num_read += out.numel()
         progress(num_read / total)
 
-    return build(Weights(checkpoint.names, dtype, device, fill))
+    return build(Weights(checkpoint.names, dtype, device, fill, quantization))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,16 +16,16 @@ def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
         weights.ignore(r"lm_head\.weight")  # the same again, in some
-        lm_head = make_linear(embedding, None)
+        head = embedding
     else:
-        lm_head = weights.linear(hidden, ("lm_head", config.vocab_size))
+        head = weights.tensor("lm_head.weight", config.vocab_size, hidden)
     cos_sin = rotary_table(config.rope, config.head_dim, config.max_model_len)
     return Decoder(
         config=config,
         embedding=embedding,
         layers=tuple(_layer(config, index, weights) for index in range(config.num_layers)),
         final_norm=weights.tensor("model.norm.weight", hidden),
-        lm_head=lm_head,
+        lm_head=weights.head(head),
         cos_sin=cos_sin.to(weights.device),
     )
 
@@ -71,8 +71,10 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
+    # Never quantized: it is small, and other experts would be another model.
+    router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return Experts(
-        router=weights.linear(config.hidden_size, (f"{module}.gate", experts.num_experts)),
+        router=make_linear(router, None),
         experts=tuple(
             _gated_mlp(config, f"{module}.experts.{index}", names, weights)
             for index in range(experts.num_experts)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gpu_worker.attention import AttentionMetadata, paged_attention
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.activation import Activation
-from gpu_worker.models.linear import Linear, make_linear
+from gpu_worker.models.linear import Linear
 from gpu_worker.models.neox_config import NeoxConfig
 from gpu_worker.models.rope import rotary_table
 from gpu_worker.weights import Weights
@@ -130,17 +130,17 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
     embedding = weights.tensor("gpt_neox.embed_in.weight", config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings:
         weights.ignore(r"(embed_out|lm_head)\.weight")
-        lm_head = make_linear(embedding, None)
+        head = embedding
     else:
         # transformers before 5 calls it embed_out.
         name = "lm_head" if "lm_head.weight" in weights.names else "embed_out"
-        lm_head = weights.linear(config.hidden_size, (name, config.vocab_size))
+        head = weights.tensor(f"{name}.weight", config.vocab_size, config.hidden_size)
     return NeoxDecoder(
         config=config,
         embedding=embedding,
         layers=tuple(_layer(config, index, weights) for index in range(config.num_layers)),
         final_norm=_norm(config, "gpt_neox.final_layer_norm", weights),
-        lm_head=lm_head,
+        lm_head=weights.head(head),
         cos_sin=rotary_table(config.rope, config.rotary_dim, config.max_model_len).to(
             weights.device
         ),

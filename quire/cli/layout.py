@@ -27,6 +27,7 @@ _COMMON: Final = (
 _WORKER: Final = (
     "model_class",
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

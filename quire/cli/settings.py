@@ -14,6 +14,7 @@ _DEVICE: Final = (
     "workers",
     "device",
     "dtype",
+    "quantization",
     "model_class",
     "kv_cache_memory_gb",
     "host_kv_codec",
@@ -60,6 +61,9 @@ class UpSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, where the device is fast
     in it, else float32."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Integers that workers round the weights of linear maps to, for less memory and faster
+    decoding; on CPUs. Default: none, as --dtype says."""
     max_model_len: Positive | None = None
     """Most tokens of prompt and output together; default: the model's context."""
     max_num_seqs: Positive | None = None

@@ -1,0 +1,125 @@
+"""Linear maps whose weights are kept as integers of 8 or 4 bits, made so when a model is loaded.
+
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import torch
+from torch.nn import functional
+
+from gpu_worker.models.linear import Linear
+from kernels.cpu import quantized as native
+
+_INT4_GROUP_SIZES: Final = (64, 32)
+"""The first that divides K: 4.5 bits for each weight, or 5, with scales and offsets of 16 bits."""
+_TORCH_PANEL: Final = 16
+"""Torch's packed form of 4 bits has this many output features, or a multiple."""
+
+
+class Quantization(Enum):
+    """How the weights of linear maps are kept."""
+
+    INT8 = "int8"
+    """One scale for each output feature, no offset."""
+    INT4 = "int4"
+    """A scale and an offset for each 64, else 32, input features of each output feature."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight `[N, K]` as integers: `values * scale + offset`."""
+
+    quantization: Quantization
+    values: torch.Tensor
+    """int8[N, K]; in [-127, 127], or of 4 bits in [-8, 7]."""
+    scales: torch.Tensor
+    """`[N, G]` of the activations' dtype, each for K / G values in a row."""
+    offsets: torch.Tensor | None
+    """As the scales; None for zeros."""
+
+    def dequantized(self) -> torch.Tensor:
+        """What it stands for, unrounded: float32 `[N, K]`."""
+        by_group = self.values.float().view(*self.scales.shape, -1)
+        weight = by_group * self.scales.float().unsqueeze(2)
+        if self.offsets is not None:
+            weight += self.offsets.float().unsqueeze(2)
+        return weight.view(self.values.shape)
+
+
+def can_quantize(num_in: int, quantization: Quantization) -> bool:
+    """Whether weights of K input features can be kept so."""
+    return quantization is Quantization.INT8 or num_in % _INT4_GROUP_SIZES[-1] == 0
+
+
+def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Round a weight `[N, K]` to integers; `can_quantize` says whether."""
+    if quantization is Quantization.INT8:
+        largest = weight.abs().amax(1, keepdim=True).float()
+        scales = _no_zeros(largest / 127).to(weight.dtype)
+        values = (weight.float() / scales.float()).round_().clamp_(-127, 127)
+        return QuantizedWeight(quantization, values.to(torch.int8), scales, None)
+    size = next(size for size in _INT4_GROUP_SIZES if weight.shape[1] % size == 0)
+    groups = weight.float().view(weight.shape[0], -1, size)  # [N, G, size]
+    low, high = groups.aminmax(dim=2)
+    scales = _no_zeros((high - low) / 15).to(weight.dtype)
+    offsets = (low + 8 * scales.float()).to(weight.dtype)
+    values = (groups - offsets.float().unsqueeze(2)) / scales.float().unsqueeze(2)
+    values = values.round_().clamp_(-8, 7).to(torch.int8).flatten(1)
+    return QuantizedWeight(quantization, values, scales, offsets)
+
+
+def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
+    """The map `x @ weight.T + bias` on a CPU, in the fastest form that it has.
+
+    That is our own kernel for bfloat16, else torch's packed operators. With ours a row's result
+    does not depend on how many rows come with it.
+
+    Args:
+        weight: the caller need not keep it.
+        bias: `[N]` of the activations' dtype.
+    """
+    values, scales, offsets = weight.values, weight.scales, weight.offsets
+    if native.can_pack(values, scales.dtype):
+        bits = 8 if weight.quantization is Quantization.INT8 else 4
+        return native.pack(bits, values, scales, offsets, bias)
+    if offsets is None:
+        return _torch_int8(values, scales.flatten(), bias)
+    return _torch_int4(values, scales, offsets, bias)
+
+
+def _torch_int8(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    apply = torch.ops.aten._weight_int8pack_mm.default  # noqa: SLF001  no public name
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = apply(x.contiguous(), values, scales)
+        return out if bias is None else out + bias
+
+    return linear
+
+
+def _torch_int4(
+    values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> Linear:
+    num_out, num_in = values.shape
+    missing = (0, 0, 0, -num_out % _TORCH_PANEL)
+    nibbles = functional.pad(values, missing).to(torch.int32) + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)  # noqa: SLF001
+    both = [functional.pad(part, missing).t() for part in (scales, offsets)]
+    scales_and_offsets = torch.stack(both, dim=2).contiguous()  # [G, N, 2]
+    group_size = num_in // scales.shape[1]
+    apply = torch.ops.aten._weight_int4pack_mm_for_cpu.default  # noqa: SLF001
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = apply(x.contiguous(), packed, group_size, scales_and_offsets)
+        out = out[:, :num_out]
+        return out if bias is None else out + bias
+
+    return linear
+
+
+def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
+    """Where all weights are equal any scale is right but zero, by which they are divided."""
+    return torch.where(scales > 0, scales, 1.0)
