@@ -49,6 +49,15 @@ class Corpus:
     num_bytes_per_token: float
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of the library."""
+
+    text: str
+    is_test: bool
+    is_held_out: bool
+
+
 def load_corpus(folder: Path, vocab_size: int) -> tuple[Corpus, Tokenizer]:
     """Reads the corpus kept in `folder`, or builds it there."""
     tokenizer_file = folder / "tokenizer.json"
@@ -79,8 +88,20 @@ def load_corpus(folder: Path, vocab_size: int) -> tuple[Corpus, Tokenizer]:
 def _read_documents() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     train: dict[str, list[str]] = {name: [] for name in STREAMS}
     held_out: dict[str, list[str]] = {name: [] for name in STREAMS}
-    root = Path(sysconfig.get_path("stdlib"))
     rng = random.Random(0)  # noqa: S311 - where to cut documents, no secret
+    for source in read_sources():
+        streams = held_out if source.is_held_out else train
+        streams["tests" if source.is_test else "library"].extend(_cut(source.text, rng))
+        if not source.is_test:
+            streams["functions"].extend(_functions(source.text))
+    for documents in train.values():
+        rng.shuffle(documents)
+    return train, held_out
+
+
+def read_sources() -> Iterator[Source]:
+    """The files that are worth learning from, in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or parts[-1].startswith("_sysconfigdata"):
@@ -89,14 +110,11 @@ def _read_documents() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         if text is None:
             continue
         digest = hashlib.sha256("/".join(parts).encode()).digest()
-        streams = held_out if digest[0] % HELD_OUT_ONE_IN == 0 else train
-        is_test = bool(TEST_FOLDERS.intersection(parts))
-        streams["tests" if is_test else "library"].extend(_cut(text, rng))
-        if not is_test:
-            streams["functions"].extend(_functions(text))
-    for documents in train.values():
-        rng.shuffle(documents)
-    return train, held_out
+        yield Source(
+            text=text,
+            is_test=bool(TEST_FOLDERS.intersection(parts)),
+            is_held_out=digest[0] % HELD_OUT_ONE_IN == 0,
+        )
 
 
 def _read_source(path: Path) -> str | None:

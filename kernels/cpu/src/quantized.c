@@ -18,6 +18,7 @@ enum {
     CACHED_ROWS = 96, /* of x at a time, so that they stay in the second-level cache */
     CHUNK = 128,      /* most k of a panel that are unpacked at a time, into the first-level cache */
     MIN_SHARES = 4,   /* pieces for each thread: enough for them to end together */
+    FUSED_ROWS = 36,  /* up to so many rows unpack as they multiply, each tile of them anew */
     UNROLL = 4,       /* steps; K is a multiple of their k */
 };
 
@@ -115,20 +116,22 @@ static void multiply_panel(const struct quantized *a, int64_t panel, int64_t row
 {
     float chunk[CHUNK / 2 * PANEL] __attribute__((aligned(64)));
     float part[CACHED_ROWS * PANEL], total[CACHED_ROWS * PANEL] __attribute__((aligned(64)));
-    int64_t num_groups = a->num_in / a->group, most = n > TILE_ROWS ? CHUNK : a->group;
+    int64_t num_groups = a->num_in / a->group, height = ceil_div(n, ceil_div(n, TILE_ROWS));
+    bool is_fused = n <= FUSED_ROWS;
+    int64_t most = is_fused ? a->group : CHUNK;
     memset(total, 0, n * PANEL * sizeof *total);
     for (int64_t k = 0, length; k < a->num_in; k += length) {
         int64_t group = k / a->group;
         length = min64(most, (group + 1) * a->group - k);
         const char *weight = a->weight + (panel * a->num_in + k) * PANEL * a->bits / 8;
-        if (n > TILE_ROWS) unpack(a->bits, weight, length / 2, chunk);
-        for (int64_t r = 0; r < n; r += TILE_ROWS) {
-            int rows = (int)min64(TILE_ROWS, n - r);
+        if (!is_fused) unpack(a->bits, weight, length / 2, chunk);
+        for (int64_t r = 0; r < n; r += height) {
+            int rows = (int)min64(height, n - r);
             struct product p = {.a = x + r * x_bytes + 2 * k, .lda_bytes = x_bytes,
                                 .b = (const char *)chunk, .ldb = PANEL, .steps = length / 2,
                                 .c = part + r * PANEL, .ldc = PANEL, .fresh = k % a->group == 0};
-            if (n > TILE_ROWS) product(PAIRS, rows, PANEL, p);
-            else few_rows(a->bits, rows, weight, &p);
+            if (is_fused) few_rows(a->bits, rows, weight, &p);
+            else product(PAIRS, rows, PANEL, p);
         }
         if ((k + length) % a->group) continue;
         int64_t at = (panel * num_groups + group) * PANEL;

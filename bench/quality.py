@@ -1,0 +1,146 @@
+"""Measures what number formats cost the model that Quire ships: perplexity on text held out.
+
+    python bench/quality.py
+
+The text is what `models/train.py` kept from the model: modules of the Python standard library, one
+file in sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores
+any prompt: chunk by chunk, through its paged KV. The numbers depend on the text, so compare those
+of one Python version; nothing here depends on time or chance.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from gpu_worker.loading import load
+from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.step_loop import StepLoop
+from rpc import logs
+
+_ROOT = Path(__file__).resolve().parents[1]
+_MODEL = _ROOT / "models" / "quire-tiny-python"
+_VARIANTS: dict[str, dict[str, str]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "weights_int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "weights_int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+"""Flags of a worker, by what the result is called: ppl_*."""
+_BASELINE = "bf16"
+_QUICK_TOKENS = 6_000
+_ATTACHMENT = 0
+
+
+def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
+    """Token ids of the text, from whole files cut where the context ends, until `budget` is met."""
+    sys.path.insert(0, str(_ROOT / "models"))  # only training knows what it kept back
+    from corpus import BOS, read_sources  # noqa: PLC0415
+
+    tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+    begin = tokenizer.token_to_id(BOS)
+    num_tokens = 0
+    for source in read_sources():
+        if not source.is_held_out or source.is_test:
+            continue
+        ids = tokenizer.encode(source.text, add_special_tokens=False).ids
+        for start in range(0, len(ids), max_tokens - 1):
+            if num_tokens >= budget:
+                return
+            prompt = [begin, *ids[start : start + max_tokens - 1]]
+            num_tokens += len(prompt) - 1
+            yield prompt
+
+
+async def perplexity(flags: dict[str, str], budget: float) -> tuple[float, int]:
+    """The perplexity of the text at a worker with these flags, and how many tokens it scored."""
+    settings = WorkerSettings(model=_MODEL, device="cpu", kv_cache_memory_gb=0.1, **flags)
+    loop = asyncio.get_running_loop()
+    info, steps = await asyncio.to_thread(load, settings, lambda *_: None, loop)
+    try:
+        await steps.attach(_ATTACHMENT)
+        scores: list[float] = []
+        step_id = 1
+        # The context must have room for a token more.
+        for prompt in held_out_prompts(info.limits.max_model_len - 1, budget):
+            scored, step_id = await _score(steps, info.limits, prompt, step_id)
+            scores += scored
+    finally:
+        await steps.stop()
+    return math.exp(-math.fsum(scores) / len(scores)), len(scores)
+
+
+async def _score(
+    steps: StepLoop, limits: Limits, prompt: list[int], step_id: int
+) -> tuple[list[float], int]:
+    """Log-probabilities of all tokens but the first, and the next step's number."""
+    row = NewRow(
+        seq_id=step_id,
+        row=0,
+        token_ids=np.array(prompt, np.int32),
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=0,
+        block_ids=np.arange(-(-len(prompt) // limits.block_size), dtype=np.int32),
+        sampling=SamplingParams(seed=0, temperature=0, ignore_eos=True, prompt_logprobs=0),
+        max_total_tokens=len(prompt) + 1,
+    )
+    scores: list[float] = []
+    for start in range(0, len(prompt), limits.max_num_batched_tokens):
+        step = StepInput(
+            step_id=step_id,
+            num_decodes=0,
+            new_rows=() if start else (row,),
+            chunk_rows=np.zeros(1, np.int32),
+            chunk_lens=np.array(
+                [min(limits.max_num_batched_tokens, len(prompt) - start)], np.int32
+            ),
+        )
+        output = await steps.submit(_ATTACHMENT, step)
+        step_id += 1
+        scores += [each.logprob for part in output.prompt_logprobs for each in part.logprobs]
+    release = StepInput(step_id=step_id, num_decodes=0, released_rows=np.zeros(1, np.int32))
+    await steps.submit(_ATTACHMENT, release)
+    assert len(scores) == len(prompt) - 1, "every token but the first is scored"
+    return scores, step_id + 1
+
+
+async def measure(budget: float) -> dict[str, float]:
+    """Measure, print, and give the numbers by name."""
+    found: dict[str, float] = {}
+    num_tokens = 0
+    for name, flags in _VARIANTS.items():
+        found[name], num_tokens = await perplexity(flags, budget)
+    print(
+        f"perplexity of {num_tokens} held-out tokens; {sys.version.split()[0]}, {torch.__version__}"
+    )
+    for name, value in found.items():
+        print(f"{name:>14} {value:9.4f}   {value / found[_BASELINE]:.4f} of {_BASELINE}")
+    return {f"ppl_{name}": round(value, 5) for name, value in found.items()} | {
+        "num_tokens": num_tokens
+    }
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a small part of the text")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    given = parser.parse_args()
+    logs.configure("warning", "console", "quality")
+    metrics = asyncio.run(measure(_QUICK_TOKENS if given.quick else math.inf))
+    if given.json is not None:
+        given.json.write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    _main()
