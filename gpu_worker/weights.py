@@ -78,9 +78,9 @@ class Weights:
     def head(self, weight: torch.Tensor) -> Linear:
         """The map that scores the vocabulary, from its weight `[V, E]`, which may be the embedding.
 
-        Where the others are quantized it has 8 bits: each of its rows decides over one token alone,
-        and four would show in what the model says; sixteen would be a third of what a small model
-        reads in each step.
+        Where the others are quantized it has 8 bits. They cost nothing that can be measured, where
+        4 cost the shipped model 1.3 % of its perplexity; 16 would be much of what a small model
+        reads in each step. The embedding is looked up, not read, and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
 
@@ -152,7 +152,8 @@ def load_weights(
     build(plan)
     if quantization is not None and not plan.num_quantized:
         raise ModelError(
-            f"quantization is {quantization.value}; {architecture} makes no map by weights.linear"
+            f"quantization is {quantization.value}; {architecture} makes no map by Weights.linear"
+            " or Weights.head"
         )
     missing = sorted(num_elems.keys() - checkpoint.names)
     if missing:

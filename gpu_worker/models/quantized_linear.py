@@ -15,6 +15,10 @@ from kernels.cpu import quantized as native
 
 _INT4_GROUP_SIZES: Final = (64, 32)
 """The first that divides K: 4.5 bits for each weight, or 5, with scales and offsets of 16 bits."""
+_INT4_RANGES: Final = (1.0, 0.85)
+"""All of them, which keeps weights that are on a grid already; and less, since far values are few
+and a finer grid serves the many. The better one is taken, group by group."""
+_INT4_FITS: Final = 2
 _TORCH_PANEL: Final = 16
 """Torch's packed form of 4 bits has this many output features, or a multiple."""
 
@@ -58,17 +62,45 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
     """Round a weight `[N, K]` to integers; `can_quantize` says whether."""
     if quantization is Quantization.INT8:
         largest = weight.abs().amax(1, keepdim=True).float()
-        scales = _no_zeros(largest / 127).to(weight.dtype)
+        scales = _no_zeros((largest / 127).to(weight.dtype))
         values = (weight.float() / scales.float()).round_().clamp_(-127, 127)
         return QuantizedWeight(quantization, values.to(torch.int8), scales, None)
     size = next(size for size in _INT4_GROUP_SIZES if weight.shape[1] % size == 0)
     groups = weight.float().view(weight.shape[0], -1, size)  # [N, G, size]
-    low, high = groups.aminmax(dim=2)
-    scales = _no_zeros((high - low) / 15).to(weight.dtype)
-    offsets = (low + 8 * scales.float()).to(weight.dtype)
-    values = (groups - offsets.float().unsqueeze(2)) / scales.float().unsqueeze(2)
-    values = values.round_().clamp_(-8, 7).to(torch.int8).flatten(1)
-    return QuantizedWeight(quantization, values, scales, offsets)
+    (scales, offsets, errors), other = (_fit_int4(groups, share) for share in _INT4_RANGES)
+    is_better = other[2] < errors
+    scales = torch.where(is_better, other[0], scales).to(weight.dtype)
+    offsets = torch.where(is_better, other[1], offsets).to(weight.dtype)
+    scales = _no_zeros(scales)
+    values = _round_int4(groups, scales.float(), offsets.float()).to(torch.int8).flatten(1)
+    return QuantizedWeight(quantization, values, scales.squeeze(2), offsets.squeeze(2))
+
+
+def _fit_int4(
+    groups: torch.Tensor, range_share: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale, offset and squared error of each group of `[N, G, size]`; float32 `[N, G, 1]` each.
+
+    Starts from a grid over a share of the values' range, then fits the line through values and
+    integers by least squares.
+    """
+    low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
+    scales = _no_zeros((high - low) / 15)
+    offsets = low + 8 * scales
+    mean = groups.mean(2, keepdim=True)
+    for _ in range(_INT4_FITS):
+        values = _round_int4(groups, scales, offsets)
+        centre = values.mean(2, keepdim=True)
+        values -= centre
+        covariance = (values * groups).sum(2, keepdim=True)
+        scales = _no_zeros(covariance / values.square_().sum(2, keepdim=True))
+        offsets = mean - scales * centre
+    lost = _round_int4(groups, scales, offsets).mul_(scales).add_(offsets).sub_(groups)
+    return scales, offsets, lost.square_().sum(2, keepdim=True)
+
+
+def _round_int4(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return ((groups - offsets) / scales).round_().clamp_(-8, 7)
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
@@ -121,5 +153,5 @@ def _torch_int4(
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """Where all weights are equal any scale is right but zero, by which they are divided."""
+    """Where all weights are equal any scale is right but zero, or 0 / 0: they are divided by it."""
     return torch.where(scales > 0, scales, 1.0)

@@ -210,6 +210,7 @@ def test_environment_reaches_the_processes_but_ports_do_not(machine):
         QUIRE_MAX_WAITING="7",
         QUIRE_BLOCK_SIZE="32",
         QUIRE_MODEL_CLASS="my_models.gpt2:Gpt2",
+        QUIRE_QUANTIZATION="int4",
         QUIRE_SCHEDULER_HTTP_PORT="0",
     )
     read_until(process, "Ctrl-C stops it")
@@ -220,6 +221,7 @@ def test_environment_reaches_the_processes_but_ports_do_not(machine):
     flags = worker["argv"]
     assert flags[flags.index("--block-size") + 1] == "32"
     assert flags[flags.index("--model-class") + 1] == "my_models.gpt2:Gpt2"
+    assert flags[flags.index("--quantization") + 1] == "int4"
     (service,) = machine.services
     assert [each.name for each in service.processes][:2] == ["worker-0", "worker-1"]
 

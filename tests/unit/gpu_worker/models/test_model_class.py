@@ -10,6 +10,7 @@ import torch
 
 from gpu_worker.json_fields import ModelError
 from gpu_worker.model_source import open_model
+from gpu_worker.models.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,
@@ -61,6 +62,15 @@ def test_its_checkpoint_is_checked_like_any_other(model_dirs):
         open_model(model_dirs.get("llama"), PATH)
     source = open_model(model_dirs.get("gpt2"), PATH)
     with pytest.raises(ModelError, match=r"has lm_head\.weight, unknown to GPT2LMHeadModel"):
+        source.load(torch.float32, CPU, lambda _: None)
+
+
+@pytest.mark.usefixtures("example")
+def test_one_that_makes_its_maps_by_itself_cannot_be_quantized(model_dirs):
+    directory = model_dirs.get("gpt2", tie_word_embeddings=True)
+    source = open_model(directory, PATH, Quantization.INT8)
+    message = "quantization is int8; GPT2LMHeadModel makes no map by Weights.linear or Weights.head"
+    with pytest.raises(ModelError, match=message):
         source.load(torch.float32, CPU, lambda _: None)
 
 
