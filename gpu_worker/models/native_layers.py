@@ -5,8 +5,7 @@ import torch
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
-from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeShape
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeLinear, NativeShape
 
 
 class NativeLayers:
@@ -57,10 +56,10 @@ def _native_layer(layer: DecoderLayer) -> NativeLayer | None:
         return None
     qkv, output, gate_up, down = layer.qkv, layer.attention_output, mlp.gate_up, mlp.down
     if not (
-        isinstance(qkv, PackedLinear)
-        and isinstance(output, PackedLinear)
-        and isinstance(gate_up, PackedLinear)
-        and isinstance(down, PackedLinear)
+        isinstance(qkv, NativeLinear)
+        and isinstance(output, NativeLinear)
+        and isinstance(gate_up, NativeLinear)
+        and isinstance(down, NativeLinear)
     ):
         return None
     norms = layer.qk_norm

@@ -9,7 +9,7 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -17,6 +17,10 @@ from kernels.checks import check_tensor
 from kernels.cpu.attention import new_partials
 from kernels.cpu.library import DTYPES, Call, Program, native
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.quantized import QuantizedLinear
+
+NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
+"""A linear map that a program can call."""
 
 _MAX_KEPT_TOKENS: Final = 64
 """Decode steps of so many tokens keep their program; it costs as much as a small step to make."""
@@ -31,19 +35,19 @@ class NativeLayer:
 
     input_norm: torch.Tensor
     """`[E]`, before attention."""
-    qkv: PackedLinear
+    qkv: NativeLinear
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
     """`[D]` each: norms of each head of queries and keys before rotation."""
     window: int | None
     """How many tokens a token sees, itself included; None for all before it."""
-    attention_output: PackedLinear
+    attention_output: NativeLinear
     """H * D to E."""
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
-    gate_up: PackedLinear
+    gate_up: NativeLinear
     """E to 2 * I: gate, then up."""
-    down: PackedLinear
+    down: NativeLinear
     """I to E."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.library import Library, native
+from kernels.cpu.library import Call, Library, native
 
 _PANEL: Final = 32
 """Output features that lie together in a packed weight; `PANEL` in C."""
@@ -105,14 +105,20 @@ class QuantizedLinear:
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
         """
-        num_rows = x.shape[0]
-        check_tensor("x", x, (num_rows, self._num_in), torch.bfloat16, self._panels)
-        out = x.new_empty((num_rows, self._num_out))
-        self._library.quantized(
-            self._bits, num_rows, self._num_in, self._num_out,
+        check_tensor("x", x, (x.shape[0], self._num_in), torch.bfloat16, self._panels)
+        out = x.new_empty((x.shape[0], self._num_out))
+        self._library.quantized(*self._fields(x, out))
+        return out
+
+    def call(self, x: torch.Tensor, out: torch.Tensor) -> Call:
+        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16 and contiguous."""
+        return Call(self._library.quantized, self._library.quantized.pack(*self._fields(x, out)))
+
+    def _fields(self, x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+        return (
+            self._bits, x.shape[0], self._num_in, self._num_out,
             self._num_in // self._scales.shape[1],
             x.data_ptr(), self._panels.data_ptr(), self._scales.data_ptr(),
             0 if self._offsets is None else self._offsets.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(), x.stride(0),
         )  # fmt: skip
-        return out

@@ -158,8 +158,9 @@ static void multiply_panel(const struct quantized *a, int64_t panel, int64_t row
     }
 }
 
-static void multiply_share(const struct quantized *a, int worker, int num_workers)
+void quire_quantized_share(const void *args, int worker, int num_workers)
 {
+    const struct quantized *a = args;
     int64_t num_panels = ceil_div(a->num_out, PANEL), num_groups = a->num_in / a->group;
     int64_t height = a->num_rows * num_panels / (MIN_SHARES * num_workers);
     height = max64(2 * TILE_ROWS, min64(height, CACHED_ROWS)); /* rows of a block */
@@ -187,12 +188,17 @@ int64_t quire_has_quantized(void) { return 1; }
 
 void quire_quantized(const struct quantized *a)
 {
-    IN_PARALLEL(true, multiply_share(a, worker, num_workers));
+    in_parallel(true, quire_quantized_share, a);
 }
 
 #else
 
 int64_t quire_has_quantized(void) { return 0; }
+
+void quire_quantized_share(const void *args, int worker, int num_workers)
+{
+    (void)args, (void)worker, (void)num_workers;
+}
 
 void quire_quantized(const void *a) { (void)a; }
 
