@@ -19,6 +19,8 @@ _INT4_RANGES: Final = (1.0, 0.85)
 """All of them, which keeps weights that are on a grid already; and less, since far values are few
 and a finer grid serves the many. The better one is taken, group by group."""
 _INT4_FITS: Final = 2
+_PIECE: Final = 2**18
+"""Weights that are fitted at a time, so that the work stays in a cache."""
 _TORCH_PANEL: Final = 16
 """Torch's packed form of 4 bits has this many output features, or a multiple."""
 
@@ -65,15 +67,21 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
         scales = _no_zeros((largest / 127).to(weight.dtype))
         values = (weight.float() / scales.float()).round_().clamp_(-127, 127)
         return QuantizedWeight(quantization, values.to(torch.int8), scales, None)
+    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))
+    values, scales, offsets = map(torch.cat, zip(*map(_quantize_int4, pieces), strict=True))
+    return QuantizedWeight(quantization, values, scales, offsets)
+
+
+def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, scales and offsets of some rows."""
     size = next(size for size in _INT4_GROUP_SIZES if weight.shape[1] % size == 0)
     groups = weight.float().view(weight.shape[0], -1, size)  # [N, G, size]
     (scales, offsets, errors), other = (_fit_int4(groups, share) for share in _INT4_RANGES)
     is_better = other[2] < errors
-    scales = torch.where(is_better, other[0], scales).to(weight.dtype)
+    scales = _no_zeros(torch.where(is_better, other[0], scales).to(weight.dtype))
     offsets = torch.where(is_better, other[1], offsets).to(weight.dtype)
-    scales = _no_zeros(scales)
     values = _round_int4(groups, scales.float(), offsets.float()).to(torch.int8).flatten(1)
-    return QuantizedWeight(quantization, values, scales.squeeze(2), offsets.squeeze(2))
+    return values, scales.squeeze(2), offsets.squeeze(2)
 
 
 def _fit_int4(

@@ -46,6 +46,13 @@ def test_a_weight_that_is_integers_times_a_scale_is_kept_exactly(dtype):
 
 
 @every_quantization
+def test_a_row_is_rounded_alike_in_any_weight(quantization):
+    weight = random_weight(600, 1024, torch.bfloat16)
+    whole = quantize(weight, quantization).dequantized()
+    assert torch.equal(quantize(weight[300:310], quantization).dequantized(), whole[300:310])
+
+
+@every_quantization
 @pytest.mark.parametrize("value", [0.0, 0.375])
 def test_equal_weights_are_kept(quantization, value):
     weight = torch.full((3, 64), value)
