@@ -94,7 +94,9 @@ def _quantized(
     decoded = codec.decode(encoded)
     encode_s, decode_s = _least_s(lambda: codec.encode(kv)), _least_s(lambda: codec.decode(encoded))
     shape = (-1, engine.config.head_dim)
-    before, after = (b.view(engine.pool.dtype).view(shape).float() for b in (kv, decoded))
+    before, after = (
+        b.view(engine.pool.layout.dtypes[0]).view(shape).float() for b in (kv, decoded)
+    )
     errors = (after - before).abs().amax(1) / before.abs().amax(1)
     return CodecCost(
         kv.numel() / encoded.numel(),

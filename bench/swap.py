@@ -139,9 +139,10 @@ def disk_speed(pool: KvPool, directory: Path, num_bytes: int, codec: str) -> dic
     spec = parse_codec(codec)
     records = None
     if spec.is_lossless:
-        records = LosslessCodec(spec, pool.block_bytes, pool.dtype.itemsize)
+        records = LosslessCodec(spec, pool.block_bytes, pool.layout.itemsize)
     disk = DiskPool(host_pool.blocks, num_blocks, directory, records)
-    numbers = torch.randn(num_blocks * pool.block_bytes // pool.dtype.itemsize).to(pool.dtype)
+    dtype = pool.layout.dtypes[0]
+    numbers = torch.randn(num_blocks * pool.block_bytes // dtype.itemsize).to(dtype)
     host_pool.blocks[:] = numbers.view(torch.uint8).view(num_blocks, -1).numpy()
     blocks = np.arange(num_blocks, dtype=np.int32)
     start_s = time.perf_counter()

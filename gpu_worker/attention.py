@@ -82,7 +82,16 @@ def paged_attention(
         `[T, H * D]` in `query`'s dtype.
     """
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
-    ops.store_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
+    ops.store_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        metadata.slot_mapping,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
     num_decodes, prefill = metadata.num_decodes, metadata.prefill
     parts = []
     if num_decodes:
@@ -97,6 +106,8 @@ def paged_attention(
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
             )
         )
     if prefill is not None:
@@ -113,6 +124,8 @@ def paged_attention(
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
             )
         )
     out = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,26 +1,33 @@
 """The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
 
-Symbols: `B` blocks, `L` layers, `P` block size (token slots), `HKV` kv heads, `D` head dim.
+Symbols: `B` blocks, `P` block size (token slots), `HKV` kv heads, `D` head dim, `Y` bytes of a
+block.
 """
+
+from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.kv_layout import KvDtypes, Side, block_layout
 from gpu_worker.model_config import ModelConfig
 from kernels import ops
+from kernels.kv_formats import SCALE_DTYPE
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """The size of one block over all layers, in bytes, for `block_size` token slots."""
-    return _block_elems(config, block_size) * dtype.itemsize
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cache:
+    """The keys, or the values, of one layer: views of the blocks."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
 
 
 class KvPool:
     """Key and value memory of `num_blocks` blocks; block numbers are [0, num_blocks).
 
-    Block-major, so that moving a block is one contiguous transfer: a block holds
-    `[layer][k|v][block_size][num_kv_heads][head_dim]`. The pool gives out no block and knows no
-    owner; whoever writes obeys the scheduler's block numbers. It changes by `store_kv` through the
-    views and by `copy`.
+    Block-major, so that moving a block is one contiguous transfer; `kv_layout.py` says what a block
+    holds where. The pool gives out no block and knows no owner; whoever writes obeys the
+    scheduler's block numbers. It changes by `store_kv` through the views and by `copy`.
     """
 
     def __init__(
@@ -28,36 +35,47 @@ class KvPool:
         config: ModelConfig,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtypes: KvDtypes,
         device: torch.device,
     ) -> None:
         """Allocate it zeroed: an unwritten slot may be read and multiplied by 0."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype
         self.device = device
-        self.block_bytes = block_bytes(config, block_size, dtype)
-        self._blocks = torch.zeros(  # [B, L * 2 * P * HKV * D]
-            num_blocks, _block_elems(config, block_size), dtype=dtype, device=device
+        self.layout = block_layout(config, block_size, dtypes)
+        self.block_bytes = self.layout.block_bytes
+        self._blocks = torch.zeros(  # [B, Y]
+            num_blocks, self.block_bytes, dtype=torch.uint8, device=device
         )
-        layers = self._blocks.view(
-            num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim
+        slots = (block_size, config.num_kv_heads)
+        self._keys = tuple(self._cache(side, slots, config.head_dim) for side in self.layout.keys)
+        self._values = tuple(
+            self._cache(side, slots, config.head_dim) for side in self.layout.values
         )
-        self._key_caches = tuple(layers[:, layer, 0] for layer in range(config.num_layers))
-        self._value_caches = tuple(layers[:, layer, 1] for layer in range(config.num_layers))
 
     def key_cache(self, layer: int) -> torch.Tensor:
         """The keys of one layer: a strided view `[B, P, HKV, D]`."""
-        return self._key_caches[layer]
+        return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
         """The values of one layer: a strided view `[B, P, HKV, D]`."""
-        return self._value_caches[layer]
+        return self._values[layer].numbers
+
+    def key_scales(self, layer: int) -> torch.Tensor | None:
+        """What the keys of one layer are to be multiplied by: a strided view `[B, P, HKV]`.
+
+        None: the layer is not quantized.
+        """
+        return self._keys[layer].scales
+
+    def value_scales(self, layer: int) -> torch.Tensor | None:
+        """As `key_scales`, of the values."""
+        return self._values[layer].scales
 
     @property
     def blocks_as_bytes(self) -> torch.Tensor:
-        """All blocks, as moving them sees them: a view uint8[B, block_bytes]."""
-        return self._blocks.view(torch.uint8)
+        """All blocks, as moving them sees them: a view uint8[B, Y]."""
+        return self._blocks
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks `src` to `dst`, as if every read came before every write.
@@ -68,6 +86,8 @@ class KvPool:
         """
         ops.copy_blocks(self._blocks, src, dst)
 
-
-def _block_elems(config: ModelConfig, block_size: int) -> int:
-    return config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim
+    def _cache(self, side: Side, slots: tuple[int, int], head_dim: int) -> _Cache:
+        numbers = self._blocks[:, side.numbers].view(side.dtype).view(-1, *slots, head_dim)
+        if side.scales is None:
+            return _Cache(numbers, None)
+        return _Cache(numbers, self._blocks[:, side.scales].view(SCALE_DTYPE).view(-1, *slots))

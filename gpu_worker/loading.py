@@ -12,7 +12,8 @@ from gpu_worker import memory, metrics, rates
 from gpu_worker.device import device_name, pick_device, pick_dtype, set_num_threads
 from gpu_worker.executor import Decoder, Executor
 from gpu_worker.json_fields import ModelError
-from gpu_worker.kv_pool import KvPool, block_bytes
+from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
+from gpu_worker.kv_pool import KvPool
 from gpu_worker.lower_tiers import open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
@@ -49,10 +50,11 @@ def load(
     report("loading weights", 0.0)
     model = source.load(dtype, device, lambda done: report("loading weights", done))
     report("making room for KV", None)
-    bytes_per_block = block_bytes(config, settings.block_size, dtype)
+    dtypes = _kv_dtypes(settings, config, dtype)
+    bytes_per_block = block_bytes(config, settings.block_size, dtypes)
     limits = _limits(settings, config, device)
-    num_blocks = _num_blocks(settings, model, config, limits, dtype, device)
-    pool = KvPool(config, num_blocks, settings.block_size, dtype, device)
+    num_blocks = _num_blocks(settings, model, config, limits, dtypes, device)
+    pool = KvPool(config, num_blocks, settings.block_size, dtypes, device)
     metrics.KV_BYTES.set(num_blocks * bytes_per_block)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers = open_lower_tiers(settings, pool, config)
@@ -104,6 +106,7 @@ def load(
         device=info.device,
         dtype=info.dtype,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         num_threads=num_threads,
         max_model_len=limits.max_model_len,
         num_blocks=num_blocks,
@@ -136,6 +139,16 @@ def _structured_output(
     except (OSError, ValueError) as error:
         _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
         return None
+
+
+def _kv_dtypes(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> KvDtypes:
+    skip_layers = settings.kv_skip_layers
+    if skip_layers and max(skip_layers) >= config.num_layers:
+        raise ModelError(
+            f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
+            f"{settings.model_id} are 0 to {config.num_layers - 1}"
+        )
+    return kv_dtypes(settings.kv_cache_dtype, skip_layers, dtype, config.num_layers)
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
@@ -174,7 +187,7 @@ def _num_blocks(
     model: Decoder,
     config: ModelConfig,
     limits: Limits,
-    dtype: torch.dtype,
+    dtypes: KvDtypes,
     device: torch.device,
 ) -> int:
     if settings.num_blocks is not None:
@@ -183,8 +196,8 @@ def _num_blocks(
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)
     elif device.type == "cuda":
         num_bytes = memory.free_gpu_kv_bytes(
-            model, config, limits, dtype, device, settings.gpu_memory_utilization
+            model, config, limits, dtypes, device, settings.gpu_memory_utilization
         )
     else:
         num_bytes = memory.free_cpu_kv_bytes()
-    return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtype))
+    return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtypes))

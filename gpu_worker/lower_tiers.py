@@ -45,7 +45,7 @@ def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig
     Raises:
         ModelError: the disk has no such room, or there is a disk tier without a host tier.
     """
-    host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.dtype)
+    host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtypes[0])
     host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
     num_bytes = memory.free_host_kv_bytes(pool.device)
     if settings.host_kv_memory_gb is not None:
@@ -94,11 +94,11 @@ def _record_codec(
     """What the disk holds beyond how the host holds it already."""
     spec, host = settings.disk_codec, settings.host_codec
     if spec.is_lossless:
-        itemsize = 1 if host.is_quantized else pool.dtype.itemsize
+        itemsize = 1 if host.is_quantized else pool.layout.itemsize
         return MeteredRecords(LosslessCodec(spec, block_bytes, itemsize), spec)
     if spec.is_quantized and not host.is_quantized:
         num_parts = 2 * config.num_layers
-        part = _quantized(spec, block_bytes // num_parts, config, pool.dtype)
+        part = _quantized(spec, block_bytes // num_parts, config, pool.layout.dtypes[0])
         assert part is not None, "the codec is quantized"
         return MeteredRecords(QuantizedRecords(part, num_parts), spec)
     return None

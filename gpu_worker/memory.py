@@ -7,6 +7,7 @@ import torch
 
 from gpu_worker.executor import Decoder, Executor
 from gpu_worker.json_fields import ModelError
+from gpu_worker.kv_layout import KvDtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ def free_gpu_kv_bytes(
     model: Decoder,
     config: ModelConfig,
     limits: Limits,
-    dtype: torch.dtype,
+    dtypes: KvDtypes,
     device: torch.device,
     utilization: float,
 ) -> int:
@@ -75,7 +76,7 @@ def free_gpu_kv_bytes(
 
     Runs that step. `limits.num_blocks` is not looked at.
     """
-    profiled = _run_largest_step(model, config, limits, dtype, device)
+    profiled = _run_largest_step(model, config, limits, dtypes, device)
     free, total = torch.cuda.mem_get_info(device)
     # What is neither free nor torch's is the driver's, the libraries' and other processes'.
     others = total - free - torch.cuda.memory_reserved(device)
@@ -86,13 +87,13 @@ def _run_largest_step(
     model: Decoder,
     config: ModelConfig,
     limits: Limits,
-    dtype: torch.dtype,
+    dtypes: KvDtypes,
     device: torch.device,
 ) -> int:
     """Most bytes that torch holds while that step runs, weights included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_rows)
-    pool = KvPool(config, num_blocks, limits.block_size, dtype, device)
+    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     torch.cuda.reset_peak_memory_stats(device)
     Executor(model, pool, limits, (), device).step(step)
     peak = torch.cuda.max_memory_allocated(device)

@@ -53,9 +53,7 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
     num_blocks = min(pool.num_blocks, host_pool.num_blocks, disk_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
     blocks = np.arange(num_blocks, dtype=np.int32)
-    # A codec finds in random numbers about what it finds in KV, and in zeros far more.
-    numbers = torch.randn(num_blocks * pool.block_bytes // pool.dtype.itemsize).to(pool.dtype)
-    pool.blocks_as_bytes[:num_blocks] = numbers.view(torch.uint8).view(num_blocks, -1)
+    pool.blocks_as_bytes[:num_blocks] = _random_blocks(num_blocks, pool)
     host_pool.swap_out(blocks, blocks)
     pool.blocks_as_bytes[:num_blocks] = 0
     host_pool.synchronize()
@@ -99,6 +97,19 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
         executor.reset()
 
     return length / _least_s(prefill)
+
+
+def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
+    """uint8[num_blocks, block_bytes] in which a codec finds about what it finds in KV.
+
+    In zeros it would find far more, and in quantized KV it finds next to nothing.
+    """
+    num_bytes = num_blocks * pool.block_bytes
+    if pool.layout.is_quantized:
+        return torch.randint(256, (num_bytes,), dtype=torch.uint8).view(num_blocks, -1)
+    dtype = pool.layout.dtypes[0]
+    numbers = torch.randn(num_bytes // dtype.itemsize).to(dtype)
+    return numbers.view(torch.uint8).view(num_blocks, -1)
 
 
 def _least_s(work: Callable[[], None]) -> float:

@@ -55,6 +55,11 @@ class WorkerSettings(ProcessSettings):
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU
     1 GiB or half of what is free, whichever is less."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What KV is stored in: auto is what the model computes in; int8 or fp8 (e4m3) take about half
+    the room of bfloat16, so twice the tokens fit. Each slot and kv head has a scale."""
+    kv_cache_dtype_skip_layers: str = ""
+    """Layers whose KV is stored in what the model computes in all the same, from 0: 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, work space and KV may take together."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -92,6 +97,17 @@ class WorkerSettings(ProcessSettings):
         """`disk_kv_codec`, parsed."""
         return parse_codec(self.disk_kv_codec)
 
+    @property
+    def kv_skip_layers(self) -> frozenset[int]:
+        """`kv_cache_dtype_skip_layers`, parsed."""
+        return _parse_layers(self.kv_cache_dtype_skip_layers)
+
+    @field_validator("kv_cache_dtype_skip_layers")
+    @classmethod
+    def _is_a_list_of_layers(cls, text: str) -> str:
+        _parse_layers(text)
+        return text
+
     @field_validator("host_kv_codec", "disk_kv_codec")
     @classmethod
     def _is_a_codec(cls, text: str) -> str:
@@ -124,6 +140,23 @@ class WorkerSettings(ProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _is_quantized_once(self) -> Self:
+        if self.kv_cache_dtype == "auto":
+            if self.kv_cache_dtype_skip_layers:
+                raise ValueError(
+                    f"kv_cache_dtype_skip_layers is {self.kv_cache_dtype_skip_layers}; it must be"
+                    " empty where kv_cache_dtype is auto"
+                )
+            return self
+        for name, codec in (("host", self.host_codec), ("disk", self.disk_codec)):
+            if codec.is_quantized:
+                raise ValueError(
+                    f"{name}_kv_codec is {codec}; it must not be less precise once more where"
+                    f" kv_cache_dtype is {self.kv_cache_dtype}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_step(self) -> Self:
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
@@ -131,3 +164,11 @@ class WorkerSettings(ProcessSettings):
                 f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
             )
         return self
+
+
+def _parse_layers(text: str) -> frozenset[int]:
+    numbers = text.split(",") if text else []
+    for number in numbers:
+        if not (number.isascii() and number.isdecimal()):
+            raise ValueError(f"must be numbers of layers, as in 0,1,23; {number!r} is none")
+    return frozenset(map(int, numbers))

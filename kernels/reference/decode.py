@@ -21,6 +21,8 @@ def paged_attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -34,10 +36,13 @@ def paged_attention_decode(
     With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
     become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
     more score of each head, as it is.
+
+    With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
+    `kernels.kv_formats` says; K and V are what they then hold, rounded to the dtype of `query`.
     """
     out = torch.zeros_like(query)
     lens: list[int] = seq_lens.tolist()
-    kv = KvGather(key_cache, value_cache)
+    kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)
     for seq, seq_len in enumerate(lens):
         if seq_len > 0:
             first = 0 if window is None else max(0, seq_len - window)

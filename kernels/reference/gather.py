@@ -8,15 +8,33 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-_SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # numpy knows no bfloat16
+from kernels.reference.quantize import dequantize
+
+_SAME_SIZE_INT = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+}  # numpy knows no bfloat16, torch selects no float8
 
 
 class KvGather:
-    """Reads sequences out of one layer's caches, `key_cache` and `value_cache` [B, P, HKV, D]."""
+    """Reads sequences out of one layer's caches, `key_cache` and `value_cache` [B, P, HKV, D].
 
-    def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-        self._key_blocks = _Blocks(key_cache)
-        self._value_blocks = _Blocks(value_cache)
+    With scales [B, P, HKV] they are quantized, and what is read is of `dtype`.
+    """
+
+    def __init__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        key_scales: torch.Tensor | None,
+        value_scales: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._key_blocks, self._value_blocks = _Blocks(key_cache), _Blocks(value_cache)
+        self._key_scales = None if key_scales is None else _Blocks(key_scales)
+        self._value_scales = None if value_scales is None else _Blocks(value_scales)
+        self._dtype = dtype
         self._block_size = key_cache.shape[1]
 
     def read(
@@ -30,12 +48,23 @@ class KvGather:
         blocks = block_table[first_block : -(-end // self._block_size)]
         skipped = first_block * self._block_size
         slots = slice(start - skipped, end - skipped)
-        key, value = self._key_blocks.read(blocks), self._value_blocks.read(blocks)
-        return _by_head(key, slots), _by_head(value, slots)
+        return (
+            self._read(self._key_blocks, self._key_scales, blocks, slots),
+            self._read(self._value_blocks, self._value_scales, blocks, slots),
+        )
+
+    def _read(
+        self, cache: "_Blocks", scales: "_Blocks | None", blocks: torch.Tensor, slots: slice
+    ) -> torch.Tensor:
+        """The slots of some blocks, [1, HKV, slots, D]."""
+        read = cache.read(blocks).flatten(0, 1)[slots]  # [slots, HKV, D]
+        if scales is not None:
+            read = dequantize(read, scales.read(blocks).flatten(0, 1)[slots], self._dtype)
+        return read.transpose(0, 1).unsqueeze(0)
 
 
 class _Blocks:
-    """One cache, its blocks copied by number.
+    """One cache [B, P, HKV, ...], its blocks copied by number.
 
     A block is contiguous and blocks are far apart. numpy copies such rows as they are, torch
     element by element: 3 against 46 microseconds for ten blocks of 8 kB.
@@ -48,12 +77,9 @@ class _Blocks:
             self._rows = cache.flatten(1).view(_SAME_SIZE_INT[cache.itemsize]).numpy()
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return [N, P, HKV, D] for int32[N]."""
+        """Return [N, P, HKV, ...] for int32[N]."""
         if self._rows is None:
-            return self._cache.index_select(0, blocks)
+            as_ints = self._cache.view(_SAME_SIZE_INT[self._cache.itemsize])
+            return as_ints.index_select(0, blocks).view(self._cache.dtype)
         copied = torch.from_numpy(self._rows[blocks.numpy()])
         return copied.view(self._cache.dtype).view(-1, *self._cache.shape[1:])
-
-
-def _by_head(blocks: torch.Tensor, slots: slice) -> torch.Tensor:
-    return blocks.flatten(0, 1)[slots].transpose(0, 1).unsqueeze(0)

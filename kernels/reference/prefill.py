@@ -29,6 +29,8 @@ def paged_attention_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
@@ -42,12 +44,12 @@ def paged_attention_prefill(
     was cut into chunks, if the cuts are at multiples of 64; other cuts agree to rounding. A chunk
     of one token gives what `paged_attention_decode` gives.
 
-    `window`, `softcap` and `sinks` are as in `paged_attention_decode`.
+    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
     """
     out = torch.zeros_like(query)
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
-    kv = KvGather(key_cache, value_cache)
+    kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)
     for seq, seq_len in enumerate(lens):
         start, end = starts[seq], starts[seq + 1]
         first = seq_len - (end - start)

@@ -5,6 +5,8 @@ Symbols: `T` tokens, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
 
 import torch
 
+from kernels.reference.quantize import quantize
+
 
 def store_kv(
     key: torch.Tensor,
@@ -12,11 +14,17 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens of one slot are a caller's error.
+
+    With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
+    `kernels.kv_formats` says: int8 or float8_e4m3fn.
     """
     num_valid = int((slot_mapping >= 0).sum())
     if num_valid < slot_mapping.shape[0]:
@@ -25,5 +33,11 @@ def store_kv(
         slot_mapping = slot_mapping.index_select(0, valid)
     block_size = key_cache.shape[1]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[block_ids, offsets] = key
-    value_cache[block_ids, offsets] = value
+    for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        if scales is None:
+            cache[block_ids, offsets] = new
+        else:
+            numbers, new_scales = quantize(new, cache.dtype)
+            # As bytes: torch does not scatter every dtype of eight bits on every device.
+            cache.view(torch.uint8)[block_ids, offsets] = numbers.view(torch.uint8)
+            scales[block_ids, offsets] = new_scales

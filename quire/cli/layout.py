@@ -34,6 +34,8 @@ _WORKER: Final = (
     "num_blocks",
     "block_size",
     "kv_cache_memory_gb",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
     "host_kv_memory_gb",
     "host_kv_codec",
     "disk_kv_memory_gb",

@@ -17,6 +17,8 @@ _DEVICE: Final = (
     "quantization",
     "model_class",
     "kv_cache_memory_gb",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
     "host_kv_codec",
     "disk_kv_dir",
     "disk_kv_codec",
@@ -76,6 +78,11 @@ class UpSettings(ProcessSettings):
     """Tokens of one KV block; default: the worker's."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Memory for KV blocks of a worker, in GiB; default: what memory allows."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What workers store KV in: auto is what the model computes in; int8 or fp8 take about half the
+    room of bfloat16."""
+    kv_cache_dtype_skip_layers: str = ""
+    """Layers whose KV is stored in what the model computes in all the same, from 0: 0,1,23."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory for KV that a worker's device has no room for, in GiB; default: the worker's."""
     host_kv_codec: str = ""

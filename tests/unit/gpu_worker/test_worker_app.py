@@ -13,7 +13,7 @@ from gpu_worker import device, memory
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.executor import Executor
 from gpu_worker.json_fields import ModelError
-from gpu_worker.kv_pool import block_bytes
+from gpu_worker.kv_layout import block_bytes
 from gpu_worker.model_source import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits

@@ -2,7 +2,8 @@
 
 import torch
 
-from gpu_worker.kv_pool import KvPool, block_bytes
+from gpu_worker.kv_layout import block_bytes
+from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_source import open_model
 from tests.unit.gpu_worker.models.paged_loop import CPU
 
