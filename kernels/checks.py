@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.kv_formats import LARGEST, SCALE_DTYPE
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -38,12 +40,47 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor)
 
 
+def check_caches(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+) -> None:
+    """Require both caches to have `shape` [B, P, HKV, D], and the dtype of `like` or else scales.
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    if (key_scales is None) != (value_scales is None):
+        missing = "key_scales" if key_scales is None else "value_scales"
+        raise ValueError(f"{missing} is None, required are both or neither")
+    for side, cache, scales in (
+        ("key", key_cache, key_scales),
+        ("value", value_cache, value_scales),
+    ):
+        name = f"{side}_cache"
+        if scales is None:
+            check_tensor(name, cache, shape, like.dtype, like)
+            continue
+        if cache.dtype not in LARGEST:
+            raise ValueError(
+                f"{name} has dtype {cache.dtype}, required with {side}_scales is one of "
+                f"{tuple(LARGEST)}"
+            )
+        check_tensor(name, cache, shape, cache.dtype, like)
+        check_tensor(f"{side}_scales", scales, shape[:-1], SCALE_DTYPE, like)
+
+
 def check_paged(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> None:
     """Require the arguments that decode and prefill attention share to fit one another.
 
@@ -54,8 +91,7 @@ def check_paged(
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    check_tensor("key_cache", key_cache, cache_shape, query.dtype, query)
-    check_tensor("value_cache", value_cache, cache_shape, query.dtype, query)
+    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
     num_seqs, max_blocks = block_tables.shape

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_options, check_paged
-from kernels.tile import LOG2_E, attend_tile, tile_positions
+from kernels.quantized import as_bits
+from kernels.tile import LOG2_E, attend_tile, scale_strides, tile_positions
 
 _MIN_SPLIT: Final = 256  # tokens: enough splits for an idle device, few enough to reduce
 _MAX_SPLITS: Final = 64  # bounds the partial results; past 16,384 tokens splits grow instead
@@ -36,6 +37,8 @@ def _attend_splits_kernel(
     query,  # [S, H, D]
     key_cache,  # [B, P, HKV, D]
     value_cache,  # [B, P, HKV, D]
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
     partial_out,  # fp32 [S, H, N, D], contiguous
@@ -51,6 +54,10 @@ def _attend_splits_kernel(
     value_stride_b,
     value_stride_p,
     value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
     table_stride,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -89,6 +96,8 @@ def _attend_splits_kernel(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    key_head_scales = None if key_scales is None else key_scales + kv_head
+    value_head_scales = None if value_scales is None else value_scales + kv_head
     for tile in range(start, end, POSITIONS):
         position = tile + tl.arange(0, POSITIONS)
         acc, row_max, row_sum = attend_tile(
@@ -108,6 +117,12 @@ def _attend_splits_kernel(
             key_stride_p,
             value_stride_b,
             value_stride_p,
+            key_head_scales,
+            value_head_scales,
+            key_scale_stride_b,
+            key_scale_stride_p,
+            value_scale_stride_b,
+            value_scale_stride_p,
             P,
             D,
             DIMS,
@@ -177,6 +192,8 @@ def paged_attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -189,10 +206,13 @@ def paged_attention_decode(
     become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
     more score of each head, as it is.
 
+    With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
+    `kernels.kv_formats` says; K and V are what they then hold, rounded to the dtype of `query`.
+
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
     """
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens)
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
     num_seqs, num_heads, head_dim = query.shape
     if block_tables.shape[0] != num_seqs:
@@ -209,8 +229,10 @@ def paged_attention_decode(
     partial_lse = query.new_empty(partial_shape, dtype=torch.float32)
     _attend_splits_kernel[(num_seqs, num_kv_heads, num_splits)](
         query,
-        key_cache,
-        value_cache,
+        as_bits(key_cache),
+        as_bits(value_cache),
+        key_scales,
+        value_scales,
         block_tables,
         seq_lens,
         partial_out,
@@ -221,6 +243,8 @@ def paged_attention_decode(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
         block_tables.stride(0),
         H=num_heads,
         G=group,
@@ -228,7 +252,7 @@ def paged_attention_decode(
         P=block_size,
         ROWS=max(16, triton.next_power_of_2(group)),
         DIMS=dims,
-        POSITIONS=tile_positions(key_cache, dims),
+        POSITIONS=tile_positions(query, dims),
         MIN_SPLIT=_MIN_SPLIT,
         MAX_SPLITS=_MAX_SPLITS,
     )

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_options, check_paged, check_tensor
-from kernels.tile import LOG2_E, attend_tile, tile_positions
+from kernels.quantized import as_bits
+from kernels.tile import LOG2_E, attend_tile, scale_strides, tile_positions
 
 # Of a tile: pairs of query token and head. Never chosen by the batch, so that it changes no result.
 _ROWS: Final = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}
@@ -42,6 +43,8 @@ def _attend_chunks_kernel(
     query,  # [T, H, D]
     key_cache,  # [B, P, HKV, D]
     value_cache,  # [B, P, HKV, D]
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
     block_tables,  # int32[S, M]
     seq_lens,  # int32[S]
     query_start_loc,  # int32[S + 1]
@@ -59,6 +62,10 @@ def _attend_chunks_kernel(
     value_stride_b,
     value_stride_p,
     value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
     table_stride,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -108,6 +115,8 @@ def _attend_chunks_kernel(
     low = 0
     if window is not None:  # the first row's window, from the border of a tile
         low = tl.maximum(seq_len - query_len + first - window + 1, 0) // POSITIONS * POSITIONS
+    key_head_scales = None if key_scales is None else key_scales + kv_head
+    value_head_scales = None if value_scales is None else value_scales + kv_head
     for start in range(low, end, POSITIONS):
         position = start + tl.arange(0, POSITIONS)
         visible = (position < end)[None, :] & (position[None, :] <= row_position[:, None])
@@ -130,6 +139,12 @@ def _attend_chunks_kernel(
             key_stride_p,
             value_stride_b,
             value_stride_p,
+            key_head_scales,
+            value_head_scales,
+            key_scale_stride_b,
+            key_scale_stride_p,
+            value_scale_stride_b,
+            value_scale_stride_p,
             P,
             D,
             DIMS,
@@ -153,6 +168,8 @@ def paged_attention_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
@@ -163,14 +180,14 @@ def paged_attention_prefill(
     host. Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no
     other sequence of the batch.
 
-    `window`, `softcap` and `sinks` are as in `paged_attention_decode`; tiles wholly outside the
-    window of every token of a chunk's piece are not read.
+    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`; tiles wholly
+    outside the window of every token of a chunk's piece are not read.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
             option is not positive.
     """
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens)
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
     num_tokens, num_heads, head_dim = query.shape
     num_seqs = seq_lens.shape[0]
@@ -185,8 +202,10 @@ def paged_attention_prefill(
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     _attend_chunks_kernel[(num_tokens // tokens + num_seqs, num_kv_heads)](
         query,
-        key_cache,
-        value_cache,
+        as_bits(key_cache),
+        as_bits(value_cache),
+        key_scales,
+        value_scales,
         block_tables,
         seq_lens,
         query_start_loc,
@@ -199,6 +218,8 @@ def paged_attention_prefill(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
         block_tables.stride(0),
         H=num_heads,
         G=group,
@@ -207,6 +228,6 @@ def paged_attention_prefill(
         ROWS=rows,
         TOKENS=tokens,
         DIMS=dims,
-        POSITIONS=tile_positions(key_cache, dims),
+        POSITIONS=tile_positions(query, dims),
     )
     return out

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from kernels import triton_ops
-from tests.kernels.tensors import make_paged
+from tests.kernels.tensors import make_paged, make_quantized
 
 
 def compile_launch(kernel, *args, grid, warmup, **constants):
@@ -63,6 +63,11 @@ def launch_all(dtype, num_heads, num_kv_heads, head_dim):
     options = {"window": 20, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
     triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
     triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        small = make_quantized([40, 9], num_kv_heads, head_dim, 16, stored, "cpu")
+        triton_ops.store_kv(key, key, small.key_cache, small.value_cache, ids, **small.scales)
+        triton_ops.paged_attention_decode(query[:2], *small.args, 0.1, **small.scales)
+        triton_ops.paged_attention_prefill(query, *small.args, starts, 3, 0.1, **small.scales)
     triton_ops.copy_blocks(x, ids, ids)
     triton_ops.rms_norm(x, weight, 1e-5)
     triton_ops.rms_norm(query, weight[:head_dim], 1e-5)

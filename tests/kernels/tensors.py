@@ -47,10 +47,25 @@ class Paged:
     value_cache: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @property
     def args(self):
         return self.key_cache, self.value_cache, self.block_tables, self.seq_lens
+
+    @property
+    def scales(self):
+        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
+
+    def dequantized(self, dtype):
+        """The same with what the caches stand for, by the definition."""
+        sides = (self.key_cache, self.key_scales), (self.value_cache, self.value_scales)
+        keys, values = (
+            (numbers.double() * scales.double().unsqueeze(-1)).to(dtype)
+            for numbers, scales in sides
+        )
+        return Paged(keys, values, self.block_tables, self.seq_lens)
 
     def dense(self, seq):
         """The keys and values of one sequence, each [seq_len, HKV, D], read slot by slot."""
@@ -77,6 +92,29 @@ def make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device, *, m
         block_tables=tables.to(device, torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
     )
+
+
+def make_quantized(
+    seq_lens, num_kv_heads, head_dim, block_size, stored, device, *, max_blocks=None
+):
+    """As `make_paged`, but of int8 or fp8, with scales of very different sizes."""
+    paged = make_paged(
+        seq_lens, num_kv_heads, head_dim, block_size, torch.float32, device, max_blocks=max_blocks
+    )
+    numbers_bytes = block_size * num_kv_heads * head_dim
+    side_bytes = numbers_bytes + 2 * block_size * num_kv_heads + numbers_bytes % 2
+    blocks = torch.zeros(len(paged.key_cache), 3, 2, side_bytes, dtype=torch.uint8, device=device)
+    views = []
+    for side, cache in enumerate((paged.key_cache, paged.value_cache)):
+        numbers = blocks[:, 1, side, :numbers_bytes].view(stored).unflatten(1, cache.shape[1:])
+        scales = blocks[:, 1, side, -2 * block_size * num_kv_heads :].view(torch.bfloat16)
+        scales = scales.unflatten(1, cache.shape[1:3])
+        largest = 127 if stored is torch.int8 else 448
+        numbers.copy_((torch.rand(cache.shape, device=device) * 2 - 1) * largest)
+        scales.copy_(torch.rand(scales.shape, device=device) * 1.5 / largest)
+        views += [numbers, scales]
+    keys, key_scales, values, value_scales = views
+    return Paged(keys, values, paged.block_tables, paged.seq_lens, key_scales, value_scales)
 
 
 def dense_attention(query, key, value, scale, *, window=None, softcap=None, sinks=None):

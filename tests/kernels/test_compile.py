@@ -11,6 +11,7 @@ SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024}  # of one block, by capability
 
 KERNELS = {
     "_store_kv_kernel",
+    "_store_quantized_kernel",
     "_attend_splits_kernel",
     "_reduce_splits_kernel",
     "_attend_chunks_kernel",
