@@ -25,8 +25,10 @@ def quantize(x, scale, IS_FP8: tl.constexpr):
     """Return fp32 `x / scale` as int8, or as the bits of e4m3, to nearest, ties to even."""
     quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
     if IS_FP8:
-        return _to_e4m3(quotient)
-    return _rounded(quotient).to(tl.int8)
+        numbers = _to_e4m3(quotient)
+    else:
+        numbers = _rounded(quotient).to(tl.int8)
+    return numbers
 
 
 @triton.jit
@@ -36,8 +38,10 @@ def dequantize(numbers, scale):
         # As fp16, with exponents of five bits whose bias is 15, not 7: 2^8 times less.
         bits = numbers.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scale
-    return numbers.to(tl.float32) * scale
+        plain = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        plain = numbers.to(tl.float32)
+    return plain * scale
 
 
 @triton.jit
