@@ -113,6 +113,32 @@ async def test_a_worker_tells_of_its_lower_tiers_and_their_rates(model, tmp_path
     assert min(info.swap_bytes_per_s, info.prefill_tokens_per_s, info.disk_bytes_per_s) > 0
 
 
+async def test_a_worker_with_quantized_kv_serves_with_more_blocks(model, tmp_path):
+    stop = asyncio.Event()
+    seen = []
+
+    async def drive(addresses):
+        seen.append(await generate(addresses.grpc, [5, 6, 7, 8], 12))
+        stop.set()
+
+    changes = {"kv_cache_dtype": "int8", "num_blocks": None, "kv_cache_memory_gb": 0.01}
+    changes["host_kv_memory_gb"] = 0.01
+    await run_worker(settings(model, tmp_path, **changes), on_started=drive, stop=stop)
+    ((info, tokens),) = seen
+    config = open_model(model).config
+    assert info.block_bytes == block_bytes(config, 16, torch.int8)
+    assert info.num_blocks == info.num_host_blocks == int(0.01 * GIB) // info.block_bytes
+    assert info.num_blocks > 3 * (0.01 * GIB // block_bytes(config, 16, torch.float32))
+    assert len(tokens) == 12
+
+
+async def test_a_layer_that_is_not_there_is_refused(model, tmp_path):
+    changes = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": "0,2"}
+    problem = "kv-cache-dtype-skip-layers is 0,2; the layers of tiny are 0 to 1"
+    with pytest.raises(ModelError, match=problem):
+        await run_worker(settings(model, tmp_path, **changes))
+
+
 async def test_a_worker_whose_device_fails_tells_its_scheduler_and_ends(
     model, tmp_path, monkeypatch
 ):

@@ -29,9 +29,9 @@ def open_tiers(model, tmp_path):
     """Opens tiers with room for 100 device blocks on the host, and 200 on the disk."""
     opened = []
 
-    def open_tiers(num_blocks=10, **changes):
+    def open_tiers(num_blocks=10, dtypes=torch.bfloat16, **changes):
         config = open_model(model).config
-        pool = KvPool(config, num_blocks, 16, torch.bfloat16, torch.device("cpu"))
+        pool = KvPool(config, num_blocks, 16, dtypes, torch.device("cpu"))
         room = {
             "host_kv_memory_gb": 100 * pool.block_bytes / GIB,
             "disk_kv_memory_gb": 200 * -(-pool.block_bytes // PAGE) * PAGE / GIB,
@@ -77,6 +77,21 @@ def test_lossless_tiers_give_back_each_bit(open_tiers, codec):
     pool, _, tiers = open_tiers(disk_kv_codec=codec, kv_checksum=True)
     assert (tiers.num_host_blocks, tiers.num_disk_blocks) == (100, 200)
     before = fill(pool)
+    there_and_back(tiers)
+    assert torch.equal(pool.blocks_as_bytes[5:].flip(0), before[:5])
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(
+    "dtypes", [torch.int8, (torch.float8_e4m3fn, torch.bfloat16)], ids=["int8", "a layer in fp8"]
+)
+def test_quantized_kv_comes_back_bit_for_bit(open_tiers, codec, dtypes):
+    pool, _, tiers = open_tiers(dtypes=dtypes, disk_kv_codec=codec, kv_checksum=True)
+    assert (tiers.num_host_blocks, tiers.num_disk_blocks) == (100, 200)
+    assert rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
+    before = pool.blocks_as_bytes.random_(generator=torch.Generator().manual_seed(0)).clone()
+    before[:, : pool.block_bytes // 2] = 7  # something to compress
+    pool.blocks_as_bytes[:] = before
     there_and_back(tiers)
     assert torch.equal(pool.blocks_as_bytes[5:].flip(0), before[:5])
 
@@ -167,6 +182,23 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         (
             ["--host-kv-codec=int8", "--disk-kv-codec=fp8"],
             "disk_kv_codec is fp8; it must not be less precise once more where host_kv_codec is",
+        ),
+        (["--kv-cache-dtype=int4"], "--kv-cache-dtype: int4: "),
+        (
+            ["--kv-cache-dtype=fp8", "--host-kv-codec=int8"],
+            "host_kv_codec is int8; it must not be less precise once more where kv_cache_dtype is",
+        ),
+        (
+            ["--kv-cache-dtype=int8", "--disk-kv-codec=int8"],
+            "disk_kv_codec is int8; it must not be less precise once more where kv_cache_dtype is",
+        ),
+        (
+            ["--kv-cache-dtype-skip-layers=1"],
+            "kv_cache_dtype_skip_layers is 1; it must be empty where kv_cache_dtype is auto",
+        ),
+        (
+            ["--kv-cache-dtype=int8", "--kv-cache-dtype-skip-layers=0,-1"],
+            "must be numbers of layers, as in 0,1,23; '-1' is none",
         ),
         (
             ["--host-kv-memory-gb=0", "--disk-kv-memory-gb=1"],

@@ -1,5 +1,6 @@
 """A worker's step loop reduced to what the decoder's tests need: chunks, decodes, greedy tokens."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.executor import Decoder
+from gpu_worker.kv_layout import kv_dtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
@@ -51,11 +53,15 @@ class PagedLoop:
         num_blocks: int = 128,
         num_padding: int = 0,
         config: ModelConfig | None = None,
+        kv_cache_dtype: str = "auto",
+        skip_layers: AbstractSet[int] = frozenset(),
     ) -> None:
         """`config` is that of the model; it may be left out for native ones, which have it."""
         self.model = model
         dtype = torch.float32 if config is not None else model.embedding.dtype
-        self.pool = KvPool(config or model.config, num_blocks, block_size, dtype, CPU)
+        config = config or model.config
+        dtypes = kv_dtypes(kv_cache_dtype, skip_layers, dtype, config.num_layers)
+        self.pool = KvPool(config, num_blocks, block_size, dtypes, CPU)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
         self._free_blocks = shuffled.tolist()
         self._num_padding = num_padding

@@ -1,5 +1,8 @@
 """How the pool's memory is laid out."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from gpu_worker.kv_layout import block_bytes
@@ -29,6 +32,44 @@ def test_a_block_is_contiguous_and_holds_each_layers_keys_then_values(model_dirs
         offset = 3 * pool.block_bytes + layer * 2 * side_bytes
         assert key[3].data_ptr() == start + offset
         assert value[3].data_ptr() == start + offset + side_bytes
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("head_dim", "ratio"), [(32, 34 / 64), (64, 66 / 128), (128, 130 / 256)])
+def test_quantized_blocks_are_half_of_bfloat16(model_dirs, head_dim, ratio, stored):
+    config = replace(open_model(model_dirs.get("qwen3")).config, head_dim=head_dim)
+    plain = block_bytes(config, 16, torch.bfloat16)
+    assert block_bytes(config, 16, stored) == ratio * plain
+
+
+def test_quantized_layers_have_scales_after_their_numbers(model_dirs):
+    pool = make_pool(model_dirs, block_size=3, dtype=(torch.int8, torch.float32))
+    start = pool.key_cache(0).data_ptr()
+    numbers_bytes, scales_bytes = 3 * 2 * 24, 16  # of which 12 are scales
+    for block in (0, 5):
+        at = start + block * pool.block_bytes
+        for cache, scales in (
+            (pool.key_cache(0), pool.key_scales(0)),
+            (pool.value_cache(0), pool.value_scales(0)),
+        ):
+            assert (cache.dtype, scales.dtype) == (torch.int8, torch.bfloat16)
+            assert (cache.shape, scales.shape) == ((6, 3, 2, 24), (6, 3, 2))
+            assert cache[block].is_contiguous()
+            assert scales[block].is_contiguous()
+            assert cache[block].data_ptr() == at
+            assert scales[block].data_ptr() == at + numbers_bytes
+            at += numbers_bytes + scales_bytes
+        assert pool.key_cache(1)[block].data_ptr() == at
+        at += 2 * 3 * 2 * 24 * 4
+        assert at == start + (block + 1) * pool.block_bytes
+    assert pool.key_cache(1).dtype == torch.float32
+    assert pool.key_scales(1) is None
+    assert pool.value_scales(1) is None
+
+
+def test_dtypes_for_another_number_of_layers_are_refused(model_dirs):
+    with pytest.raises(ValueError, match="dtypes has 3, required are 2, by layer"):
+        make_pool(model_dirs, dtype=(torch.int8,) * 3)
 
 
 def test_copy_moves_all_layers_and_reads_before_it_writes(model_dirs):
