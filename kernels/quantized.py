@@ -23,12 +23,9 @@ def scale_of(x, LARGEST: tl.constexpr):
 @triton.jit
 def quantize(x, scale, IS_FP8: tl.constexpr):
     """Return fp32 `x / scale` as int8, or as the bits of e4m3, to nearest, ties to even."""
-    quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
-    if IS_FP8:
-        numbers = _to_e4m3(quotient)
-    else:
-        numbers = _rounded(quotient).to(tl.int8)
-    return numbers
+    divisor = tl.where(scale == 0, 1.0, scale)  # of a row of zeros
+    quotient = tl.div_rn(x, divisor + tl.zeros_like(x))
+    return _to_e4m3(quotient) if IS_FP8 else _rounded(quotient).to(tl.int8)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class NativeLayers:
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
         """The layers over this pool's memory; None: they run op by op."""
-        if not self._is_whole:
+        if not self._is_whole or pool.layout.is_quantized:
             return None
         key_cache = pool.key_cache(0)
         if key_cache.dtype is not self._final_norm.dtype:

@@ -41,22 +41,26 @@ def paged_attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
     most M * P: that is not checked. A sequence of length 0 is a padding row and gives zeros. A row
     depends on no other row of the batch, to the last bit, and is what
-    `paged_attention_prefill` gives for it. The options are the twin's.
+    `paged_attention_prefill` gives for it. The options are the twin's, which also
+    takes over where the caches are quantized.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library, dtype = native(), DTYPES.get(query.dtype)
-    if library is None or dtype is None:
+    if library is None or dtype is None or key_scales is not None:
         return reference.paged_attention_decode(
             query, key_cache, value_cache, block_tables, seq_lens, scale,
             window=window, softcap=softcap, sinks=sinks,
+            key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
     num_seqs = query.shape[0]
     if block_tables.shape[0] != num_seqs:
@@ -80,6 +84,8 @@ def paged_attention_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
@@ -88,16 +94,18 @@ def paged_attention_prefill(
     tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
     `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above `max_query_len`.
     Rows of no sequence give zeros. A row depends on no other sequence, to the last bit, nor on how
-    the prompt was cut into chunks. The options are the twin's.
+    the prompt was cut into chunks. The options are the twin's, which also
+    takes over where the caches are quantized.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library, dtype = native(), DTYPES.get(query.dtype)
-    if library is None or dtype is None:
+    if library is None or dtype is None or key_scales is not None:
         return reference.paged_attention_prefill(
             query, key_cache, value_cache, block_tables, seq_lens, query_start_loc,
             max_query_len, scale, window=window, softcap=softcap, sinks=sinks,
+            key_scales=key_scales, value_scales=value_scales,
         )  # fmt: skip
     num_seqs = seq_lens.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
@@ -121,7 +129,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens)
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, None, None)
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     if sinks is not None:

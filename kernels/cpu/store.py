@@ -16,19 +16,26 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens of one slot are a caller's error,
-    as is a slot of a block that does not exist.
+    as is a slot of a block that does not exist. With scales, the caches are quantized, and the
+    twin takes over.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library = native()
-    if library is None:
-        reference.store_kv(key, value, key_cache, value_cache, slot_mapping)
+    if library is None or key_scales is not None:
+        reference.store_kv(
+            key, value, key_cache, value_cache, slot_mapping,
+            key_scales=key_scales, value_scales=value_scales,
+        )  # fmt: skip
         return
     num_tokens, num_kv_heads, head_dim = key.shape
     num_blocks, block_size = key_cache.shape[:2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import PAD_SLOT, reference
+from kernels import PAD_SLOT, ops, reference
 from kernels.decode import paged_attention_decode
 from kernels.prefill import paged_attention_prefill
 from kernels.store import store_kv
@@ -176,6 +176,30 @@ def test_prefill_is_the_twin_s(
         given = paged.scales | chosen
         expected = reference.paged_attention_prefill(*args, **given)
         assert_close(paged_attention_prefill(*args, **given), expected)
+
+
+@every_stored
+@every_dtype
+def test_a_cpu_takes_the_twins(dtype, stored):
+    paged, twin = (empty(4, 2, 16, 8, stored, "cpu") for _ in range(2))
+    key, query = torch.randn(9, 2, 16).to(dtype), torch.randn(9, 4, 16).to(dtype)
+    tables = torch.tensor([[2, 0]], dtype=torch.int32)
+    lens = torch.tensor([9], dtype=torch.int32)
+    slots = tables[0, torch.arange(9) // 8].long() * 8 + torch.arange(9) % 8
+    outs = []
+    for each, module in ((paged, ops), (twin, reference)):
+        caches = each.key_cache, each.value_cache
+        module.store_kv(key, -key, *caches, slots, **each.scales)
+        args = *caches, tables, lens
+        starts = starts_of([9], "cpu")
+        outs += [
+            module.paged_attention_decode(query[8:], *args, 0.25, **each.scales),
+            module.paged_attention_prefill(query, *args, starts, 9, 0.25, **each.scales),
+        ]
+    for ours, theirs in zip(bits(paged), bits(twin), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
 
 
 def far_apart(paged):
