@@ -32,6 +32,8 @@ _MODEL = _ROOT / "models" / "quire-tiny-python"
 _VARIANTS: dict[str, dict[str, str]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "weights_int8": {"dtype": "bfloat16", "quantization": "int8"},
     "weights_int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
