@@ -98,6 +98,7 @@ def load(
         disk_bytes_per_s=disk_bytes_per_s,
         dtype=str(dtype).removeprefix("torch."),
         host_block_bytes=tiers.host_pool.blocks.shape[1] if tiers.host_pool is not None else 0,
+        kv_dtype=settings.kv_dtype,
         host_codec=str(settings.host_codec),
     )
     _log.info(
@@ -106,7 +107,7 @@ def load(
         device=info.device,
         dtype=info.dtype,
         quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_dtype=info.kv_dtype,
         num_threads=num_threads,
         max_model_len=limits.max_model_len,
         num_blocks=num_blocks,

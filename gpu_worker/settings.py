@@ -102,6 +102,12 @@ class WorkerSettings(ProcessSettings):
         """`kv_cache_dtype_skip_layers`, parsed."""
         return _parse_layers(self.kv_cache_dtype_skip_layers)
 
+    @property
+    def kv_dtype(self) -> str:
+        """What KV is stored in, alike for workers that store the same: int8, or int8 but 0,23."""
+        layers = ",".join(map(str, sorted(self.kv_skip_layers)))
+        return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
+
     @field_validator("kv_cache_dtype_skip_layers")
     @classmethod
     def _is_a_list_of_layers(cls, text: str) -> str:

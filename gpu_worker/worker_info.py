@@ -31,6 +31,8 @@ class WorkerInfo:
     structured_output: bool = False
     """Whether outputs can be made to have a form."""
 
+    kv_dtype: str = "auto"
+    """What K and V are stored in; auto is `dtype`."""
     host_block_bytes: int = 0
     """Of one block in the host, as its codec makes it; 0: as on the device."""
     host_codec: str = "none"
@@ -40,7 +42,7 @@ class WorkerInfo:
     def kv_format(self) -> str:
         """What host blocks hold, as far as two workers of one model may differ."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
-        return f"{self.dtype}, codec {self.host_codec}, {size}"
+        return f"{self.dtype}, KV {self.kv_dtype}, codec {self.host_codec}, {size}"
 
 
 @dataclass(frozen=True, slots=True)

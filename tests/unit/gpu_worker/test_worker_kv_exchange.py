@@ -56,9 +56,9 @@ class Steps:
 
 
 @contextlib.asynccontextmanager
-async def serving(path, pool, dtype="float32"):
+async def serving(path, pool, dtype="float32", **info):
     service = WorkerService()
-    service.open(WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype), Steps(pool))
+    service.open(WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **info), Steps(pool))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     service.service().add(server)
     server.add_insecure_port(f"unix:{path}")
@@ -126,13 +126,14 @@ async def test_wrong_requests_are_refused_by_name(
     assert target.pool.read(np.arange(NUM_BLOCKS)) == before
 
 
-async def test_worker_with_other_kv_is_refused(target, tmp_path):
-    async with serving(tmp_path / "other", make_pool(1), dtype="bfloat16") as source:
+@pytest.mark.parametrize("info", [{"dtype": "bfloat16"}, {"kv_dtype": "fp8"}])
+async def test_worker_with_other_kv_is_refused(target, tmp_path, info):
+    async with serving(tmp_path / "other", make_pool(1), **info) as source:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await pull(target, source, [0], [0])
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "FAILED_PRECONDITION" in refused.value.details()
-    assert "float32, codec none, 4 tokens" in refused.value.details()
+    assert "float32, KV auto, codec none, 4 tokens" in refused.value.details()
 
 
 async def test_source_that_is_not_there_is_named(target, tmp_path):

@@ -116,6 +116,18 @@ def test_quantized_tiers_have_more_blocks_and_give_back_nearly_the_same(open_tie
     assert (after.float() - before[:5].float()).abs().max() < 0.2
 
 
+@pytest.mark.parametrize(
+    ("flags", "kv_dtype"),
+    [
+        ({}, "auto"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": "10,2"}, "int8 but 2,10"),
+    ],
+)
+def test_what_kv_is_stored_in_has_a_name(model, flags, kv_dtype):
+    assert WorkerSettings(_env_file=None, model=model, **flags).kv_dtype == kv_dtype
+
+
 def codec_totals(tier, codec, direction):
     counters = (metrics.CODEC_PLAIN_BYTES, metrics.CODEC_CODED_BYTES, metrics.CODEC_SECONDS)
     return np.array([c.labels(tier, codec, direction)._value.get() for c in counters])
