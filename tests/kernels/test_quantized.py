@@ -6,6 +6,7 @@ import torch
 from kernels import PAD_SLOT, ops, reference
 from kernels.decode import paged_attention_decode
 from kernels.prefill import paged_attention_prefill
+from kernels.reference.quantize import dequantize
 from kernels.store import store_kv
 from tests.kernels.tensors import FAR, dense_attention, make_quantized, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
@@ -87,6 +88,17 @@ def test_every_number_is_stored_as_the_nearest(store, stored, device):
 
 
 @every_stored
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 3e-38, 7.7])
+def test_the_twin_reads_every_number_times_its_scale(scale, dtype, stored, device):
+    numbers = torch.arange(256, device=device).to(torch.uint8).view(stored)
+    numbers = numbers[numbers.float().isfinite()]
+    scale = torch.tensor(scale, device=device).bfloat16()
+    expected = (numbers.double() * scale.double()).to(dtype)
+    assert torch.equal(dequantize(numbers, scale, dtype), expected)
+
+
+@every_stored
 @every_store
 def test_what_is_stored_is_as_near_as_the_formats_promise(store, stored, device):
     x = rows(60, 2, 33, torch.float32, device)
@@ -113,6 +125,7 @@ def test_padding_is_skipped(store, stored, device):
     assert torch.equal(paged.value_cache[2, 1].float(), -paged.key_cache[2, 1].float())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 @every_stored
 @every_store
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
