@@ -216,18 +216,18 @@ def test_a_cpu_takes_the_twins(dtype, stored):
 
 
 def far_apart(paged):
-    """The same with blocks that lie FAR bytes apart."""
-    storage = torch.empty(2 * FAR + 4096, dtype=torch.uint8, device=paged.key_cache.device)
+    """The same with blocks that lie FAR bytes apart, or a little more: all strides differ."""
+    storage = torch.empty(2 * FAR + 8192, dtype=torch.uint8, device=paged.key_cache.device)
 
-    def moved(view, start):
-        far = storage[start:].view(view.dtype)
-        strides = FAR // view.element_size(), *view[0].contiguous().stride()
+    def moved(view, i):
+        far = storage[1024 * i :].view(view.dtype)
+        strides = (FAR + 256 * i) // view.element_size(), *view[0].contiguous().stride()
         far = far.as_strided(view.shape, strides, far.storage_offset())
         far.copy_(view)
         return far
 
     views = paged.key_cache, paged.value_cache, paged.key_scales, paged.value_scales
-    keys, values, *scales = (moved(view, 1024 * i) for i, view in enumerate(views))
+    keys, values, *scales = (moved(view, i) for i, view in enumerate(views))
     return type(paged)(keys, values, paged.block_tables, paged.seq_lens, *scales)
 
 
