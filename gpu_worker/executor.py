@@ -113,6 +113,7 @@ class Executor:
         self._device = device
         self._spans = spans or SequenceSpans()
         self.rows = Rows(limits)
+        self._structured = structured
         self._sampler = Sampler(
             limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured
         )
@@ -142,6 +143,8 @@ class Executor:
         """End what runs besides the calling thread; nothing may be called afterwards."""
         if self._disk_pool is not None:
             self._disk_pool.close()
+        if self._structured is not None:
+            self._structured.close()
 
     @property
     def host_pool(self) -> HostPool | None:
@@ -201,10 +204,13 @@ class Executor:
         incarnations = scheduled.incarnations[scheduled.sampling]
         # On CUDA a row's end may have become known after this step was launched.
         is_live = ~self.rows.has_ended(rows, incarnations)
-        has_sampled = is_live & sampled.is_finite
+        is_stuck = np.zeros_like(is_live)
+        is_stuck[sampled.stuck] = True
         has_failed = is_live & ~sampled.is_finite
+        is_stuck &= is_live & ~has_failed
+        has_sampled = is_live & ~has_failed & ~is_stuck
         stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
-        ended = stops | has_failed
+        ended = stops | has_failed | is_stuck
         self.rows.end(rows[ended], incarnations[ended])
         positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
         self.rows.store_sampled(rows, incarnations, positions, sampled.token_ids)
@@ -219,6 +225,7 @@ class Executor:
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
             stopped_rows=rows[stops].astype(np.int32),
             failed_rows=rows[has_failed].astype(np.int32),
+            stuck_rows=rows[is_stuck].astype(np.int32),
             failed_swap_in_block_ids=launched.failed_swap_in_block_ids,
             stored_disk_block_ids=disk.stored,
             failed_disk_block_ids=disk.failed_stores,

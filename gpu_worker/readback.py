@@ -21,11 +21,15 @@ class HostSampled:
     """int64[S]."""
     is_finite: BoolArray
     """bool[S]: whether the logits were; if not, the token is none."""
+    stuck: Int64Array
+    """int64[*]: which of the S have a grammar that admits no token."""
     logprobs: tuple[TokenLogprob, ...]
     """Their `index` is a place in `token_ids`; ascending."""
 
 
-NOTHING_SAMPLED = HostSampled(np.empty(0, np.int64), np.empty(0, np.bool_), ())
+NOTHING_SAMPLED = HostSampled(
+    np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int64), ()
+)
 """Of a step in which no row samples."""
 
 
@@ -65,7 +69,12 @@ class Readback:
         """The values, once they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return HostSampled(self._token_ids.numpy(), self._is_finite.numpy(), self._token_logprobs())
+        return HostSampled(
+            self._token_ids.numpy(),
+            self._is_finite.numpy(),
+            self._sampled.stuck,
+            self._token_logprobs(),
+        )
 
     def _token_logprobs(self) -> tuple[TokenLogprob, ...]:
         logprobs = self._sampled.logprobs

@@ -47,9 +47,10 @@ class Sampled:
     token_ids: torch.Tensor
     """int64[S]; where `is_finite` is false, any id in range."""
     is_finite: torch.Tensor
-    """bool[S]: whether a token could be drawn: all logits of the sequence were finite, and its
-    grammar, if it has one, can be followed."""
+    """bool[S]: whether all logits of the sequence were finite."""
     logprobs: SampledLogprobs | None
+    stuck: npt.NDArray[np.int64]
+    """int64[*]: which of the sequences have a grammar that admits no token; on the host."""
 
 
 class Sampler:
@@ -119,11 +120,10 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
-        structured = np.nonzero(table.has_grammar[rows])[0]
+        structured = stuck = np.nonzero(table.has_grammar[rows])[0]
         if len(structured):
             assert self._structured is not None
-            lost = self._structured.restrict(logits, rows[structured].tolist(), structured)
-            is_finite.index_fill_(0, lost, 0)
+            stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
 
         token_ids = _argmax(logits)
         drawn = np.nonzero(table.temperature[rows])[0]
@@ -135,7 +135,7 @@ class Sampler:
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
-        return Sampled(token_ids, is_finite, logprobs)
+        return Sampled(token_ids, is_finite, logprobs, stuck)
 
     def follow(
         self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]

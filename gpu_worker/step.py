@@ -147,6 +147,8 @@ class StepOutput:
     """Tokens that went through the model."""
     execute_s: float
     """Seconds from taking the step up to having its result."""
+    stuck_rows: Int32Array = field(default_factory=_no_ints)
+    """Rows that ended because their grammar cannot be followed any further."""
     failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)
     """Those of the step's `swap_in_dst_block_ids` whose content is not to be trusted."""
     stored_disk_block_ids: Int32Array = field(default_factory=_no_ints)

@@ -1,15 +1,16 @@
 """Keeps outputs to their grammars: which tokens may come next, worked out beside the device's work.
 
-A row's grammar moves on with each token that the row samples. That, and the next mask, is done on
-one thread of its own as soon as the token is known, while the next step computes; the sampler waits
-for it only if it comes late.
+A row's grammar moves on with each token that the row samples. That, and the next mask, is done on a
+thread of its own as soon as the token is known, while the next step computes; the sampler waits for
+it only if it comes late. Grammars are compiled on another thread, while the prompt is computed: one
+that takes longer than its prompt holds up the step in which its row first samples.
 
 Symbols: `S` sequences, `V` vocabulary.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import llguidance
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.daemon_thread import DaemonThread
 from gpu_worker.upload import upload
 
 _MAX_COMPILED = 64
@@ -24,7 +26,7 @@ _MAX_COMPILED = 64
 
 
 class _Row:
-    """A row's place in its grammar. Only the thread touches `matcher`."""
+    """A row's place in its grammar. `matcher` is touched by one thread at a time."""
 
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher | None = None
@@ -49,7 +51,8 @@ class StructuredOutput:
         self._device = device
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._rows: dict[int, _Row] = {}
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._compiler = DaemonThread("grammar compiler")
+        self._thread = DaemonThread("grammars")
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
         """Give a free row its grammar, and the output that it has so far."""
@@ -60,7 +63,7 @@ class StructuredOutput:
             entry.matcher.consume_tokens(list(output_token_ids))
             return self._mask(entry.matcher)
 
-        entry.mask = self._thread.submit(begin)
+        entry.mask = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
@@ -69,7 +72,7 @@ class StructuredOutput:
 
     def restrict(
         self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    ) -> npt.NDArray[np.int64]:
         """Suppress what the grammars do not admit.
 
         Args:
@@ -78,13 +81,15 @@ class StructuredOutput:
             places: int64[len(rows)]: where their logits are.
 
         Returns:
-            int64[F] on the device: the places of rows whose grammar cannot be followed any further.
+            int64[F] on the host: the places of rows whose grammar cannot be followed any further.
         """
         masks = [self._rows[row].mask.result() for row in rows]  # type: ignore[union-attr]
+        is_stuck = np.array([mask.all() for mask in masks])
         is_suppressed, index = upload([np.stack(masks), places], self._device)  # bool[N, V]
         restricted = logits.index_select(0, index).masked_fill_(is_suppressed, -torch.inf)
         logits.index_copy_(0, index, restricted)
-        return index[is_suppressed.all(1)]
+        stuck: npt.NDArray[np.int64] = places[is_stuck]
+        return stuck
 
     def expect(
         self,
@@ -105,8 +110,9 @@ class StructuredOutput:
             entry.mask = self._thread.submit(self._advance, entry, arrived, place)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the threads when they have done what they were given."""
+        self._compiler.stop()
+        self._thread.stop()
 
     def _advance(
         self, entry: _Row, arrived: Future[npt.NDArray[np.int64]], place: int

@@ -86,6 +86,7 @@ def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResul
         sampled_token_ids=pack_int32(output.sampled_token_ids),
         stopped_rows=pack_int32(output.stopped_rows),
         failed_rows=pack_int32(output.failed_rows),
+        stuck_rows=pack_int32(output.stuck_rows),
         failed_swap_in_block_ids=pack_int32(output.failed_swap_in_block_ids),
         stored_disk_block_ids=pack_int32(output.stored_disk_block_ids),
         failed_disk_block_ids=pack_int32(output.failed_disk_block_ids),

@@ -12,7 +12,7 @@ from router.domain import StructuredForm, StructuredOutput
 from router.validation import check_unicode
 from rpc.errors import InvalidArgumentError
 
-MAX_BYTES: Final = 2**20
+MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 
 _FIELD: Final = "sampling.structured"

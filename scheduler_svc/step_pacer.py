@@ -40,6 +40,8 @@ class StepPacer:
     def answered(self, execute_s: float) -> None:
         """Note how long the worker took for the oldest step that is in flight."""
         plan = self._in_flight.popleft()
+        if execute_s <= 0:
+            return
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
         if not num_prompt_tokens:
             if plan.num_decodes:

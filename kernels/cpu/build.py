@@ -25,8 +25,15 @@ class BuildError(Exception):
 
 
 def cache_directory() -> Path:
-    """Where a user's compiled libraries are kept."""
-    return Path.home() / ".cache" / "quire" / "kernels"
+    """Where a user's compiled libraries are kept.
+
+    Raises:
+        BuildError: The user has no home directory.
+    """
+    try:
+        return Path.home() / ".cache" / "quire" / "kernels"
+    except RuntimeError as error:
+        raise BuildError(f"no place to keep them: {error}") from error
 
 
 def find_or_build(directory: Path) -> Path:

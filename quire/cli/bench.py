@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from rich.table import Table
 from quire.cli.command_error import CommandError
 from quire.cli.settings import BenchSettings
 from quire.client import AsyncClient
-from quire.types import Model, OutputDelta, SamplingParams
+from quire.types import Model, OutputDelta, OutputFinished, SamplingParams
 from rpc import timeline
 from rpc.errors import QuireError
 from rpc.settings import parse_settings
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `quire bench`; give the exit code."""
     settings = parse_settings(BenchSettings, "quire bench", argv)
     console = Console(highlight=False)
+    if settings.profile is not None:
+        _check_writable(settings.profile)
     if settings.target:
         _show_load(console, asyncio.run(_load(settings.target, settings)))
         return 0
@@ -74,7 +77,8 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
                 f" {model.max_model_len} tokens"
             )
         sampling = SamplingParams(temperature=0.0, max_tokens=settings.output_len, ignore_eos=True)
-        # All different, so that no prefix cache helps; the same in each run.
+        # All different, and apart from those of other runs, so that no prefix cache helps.
+        salt = secrets.token_hex(8)
         prompts = [
             [(7919 * i + 104729 * j) % model.vocab_size for j in range(settings.input_len)]
             for i in range(1, settings.num_prompts + settings.concurrency + 1)
@@ -84,7 +88,9 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
 
         async def stream(prompt: list[int]) -> None:
             before, last = time.perf_counter(), None
-            async for event in client.generate(prompt, sampling):
+            async for event in client.generate(prompt, sampling, cache_salt=salt):
+                if isinstance(event, OutputFinished) and event.error is not None:
+                    raise CommandError(f"a request failed: {event.error.message}")
                 if isinstance(event, OutputDelta):
                     now = time.perf_counter()
                     (first if last is None else between).append(now - (last or before))
@@ -104,6 +110,13 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
         await asyncio.gather(*(slot() for _ in range(settings.concurrency)))
         took_s = time.perf_counter() - began
     return _Result(began_ns, took_s, settings.num_prompts * settings.output_len, first, between)
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.touch()
+    except OSError as error:
+        raise CommandError(f"--profile: {path}: {error.strerror}") from None
 
 
 async def _models(client: AsyncClient) -> Sequence[Model]:

@@ -130,7 +130,7 @@ class KvCommands(_message.Message):
     def __init__(self, copy_src_block_ids: _Optional[bytes] = ..., copy_dst_block_ids: _Optional[bytes] = ..., swap_out_src_block_ids: _Optional[bytes] = ..., swap_out_dst_block_ids: _Optional[bytes] = ..., swap_in_src_block_ids: _Optional[bytes] = ..., swap_in_dst_block_ids: _Optional[bytes] = ..., disk_store_src_block_ids: _Optional[bytes] = ..., disk_store_dst_block_ids: _Optional[bytes] = ..., disk_load_src_block_ids: _Optional[bytes] = ..., disk_load_dst_block_ids: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids", "prompt_logprobs")
+    __slots__ = ("epoch", "step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "logprobs", "execute_s", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids", "prompt_logprobs", "stuck_rows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class StepResult(_message.Message):
     LOADED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STUCK_ROWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     sampled_rows: bytes
@@ -159,7 +160,8 @@ class StepResult(_message.Message):
     loaded_host_block_ids: bytes
     failed_host_block_ids: bytes
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    stuck_rows: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SampledLogprob, _Mapping]]] = ..., execute_s: _Optional[float] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., stuck_rows: _Optional[bytes] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("row", "position", "logprobs")

@@ -121,6 +121,8 @@ class StepOutcome:
     candidate_token_ids: Int32Array = field(default_factory=_no_ints)
     candidate_logprobs: Float32Array = field(default_factory=lambda: np.empty(0, np.float32))
     """Parallel to `candidate_token_ids`."""
+    stuck_rows: Int32Array = field(default_factory=_no_ints)
+    """Rows that could not sample: their grammar admits no token."""
 
 
 @dataclass(frozen=True, slots=True)

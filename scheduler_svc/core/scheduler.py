@@ -208,17 +208,18 @@ class Scheduler:
             for account, num_tokens in self._rows.accounts.count(outcome.sampled_rows[index]):
                 self._policy.served(account, 0, num_tokens)
         finished: list[Finished] = []
-        for row in outcome.stopped_rows:
-            if (seq := self._rows.owner(row)) is not None:
-                stop_token_id = int(self._rows.tokens(row)[-1])
-                finished += self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id)
-        for row in outcome.failed_rows:
-            if (seq := self._rows.owner(row)) is not None:
-                self._pins.forget(seq.block_ids)
-                self._running.distrust(seq)
-                position = self._rows.num_tokens(row)
-                error = f"the model's logits for position {position} are not finite"
-                finished += self._finish(seq, FinishReason.ERROR, error=error)
+        for seq in filter(None, map(self._rows.owner, outcome.stopped_rows)):
+            stop_token_id = int(self._rows.known_tokens(seq)[-1])
+            finished += self._finish(seq, FinishReason.STOP, stop_token_id=stop_token_id)
+        for seq in filter(None, map(self._rows.owner, outcome.failed_rows)):
+            self._pins.forget(seq.block_ids)
+            self._running.distrust(seq)
+            position = len(self._rows.known_tokens(seq))
+            error = f"the model's logits for position {position} are not finite"
+            finished += self._finish(seq, FinishReason.ERROR, error=error)
+        for seq in filter(None, map(self._rows.owner, outcome.stuck_rows)):
+            error = "the form that the output must have cannot be followed any further"
+            finished += self._finish(seq, FinishReason.ERROR, error=error)
         for group in self._beams.take(outcome):
             self._finish(group.leader, FinishReason.STOP)
             finished += group.results()

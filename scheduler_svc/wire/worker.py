@@ -140,6 +140,8 @@ def result_from_proto(
             f"has {sampled_token_ids.size} entries; it must have those of sampled_rows, "
             f"{sampled_rows.size}",
         )
+    if not 0 <= message.execute_s < math.inf:  # false for NaN
+        raise InvalidArgumentError("execute_s", f"is {message.execute_s}; it must be at least 0")
     return WorkerResult(
         outcome=StepOutcome(
             step_id=StepId(message.step_id - step_id_base),
@@ -147,6 +149,7 @@ def result_from_proto(
             sampled_token_ids=sampled_token_ids,
             stopped_rows=_rows_from_proto(message.stopped_rows, "stopped_rows", max_num_seqs),
             failed_rows=_rows_from_proto(message.failed_rows, "failed_rows", max_num_seqs),
+            stuck_rows=_rows_from_proto(message.stuck_rows, "stuck_rows", max_num_seqs),
             # Which these may be is the core's to say: those that it moves.
             failed_swap_in_block_ids=unpack_int32(
                 message.failed_swap_in_block_ids, "failed_swap_in_block_ids"

@@ -40,3 +40,10 @@ def test_what_does_not_fit_the_context_is_said():
     result = bench("--input-len=2000")
     assert result.returncode == 1
     assert "--input-len and --output-len are 2064 together" in result.stderr
+
+
+def test_a_profile_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    result = bench("--profile", str(tmp_path / "no" / "file"))
+    assert result.returncode == 1
+    assert "--profile" in result.stderr
+    assert "No such file or directory" in result.stderr

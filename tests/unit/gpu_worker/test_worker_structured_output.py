@@ -45,7 +45,7 @@ def sample(sampler, rows, logits):
     sampled = sampler.sample(logits.clone(), rows, ints(*[9] * len(rows)), ints(*[0] * len(rows)))
     token_ids = sampled.token_ids.numpy()
     sampler.follow(rows, lambda: token_ids)
-    return token_ids.tolist(), sampled.is_finite.tolist()
+    return token_ids.tolist(), sampled.stuck.tolist()
 
 
 def test_a_row_draws_the_likeliest_of_what_its_grammar_admits_until_it_may_only_end(sampler):
@@ -72,10 +72,10 @@ def test_rows_without_a_grammar_are_left_as_they_are(sampler):
     add(sampler, 1, DIGITS)
     add(sampler, 2)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    (first, second, third), is_finite = sample(sampler, [0, 1, 2], logits)
+    (first, second, third), stuck = sample(sampler, [0, 1, 2], logits)
     assert [first, third] == logits.argmax(1)[[0, 2]].tolist()
     assert second != logits.argmax(1)[1]
-    assert is_finite == [True] * 3
+    assert stuck == []
 
 
 def test_a_resumed_row_goes_on_after_the_output_it_has(sampler):
@@ -103,11 +103,11 @@ def test_a_row_that_is_used_again_has_the_new_grammar_or_none(sampler):
     assert token == llguidance.LLTokenizer(TOKENIZER.read_text()).tokenize_str("x")[0]
 
 
-def test_a_row_whose_grammar_cannot_be_followed_fails_alone(sampler):
+def test_a_row_whose_grammar_cannot_be_followed_is_stuck_alone(sampler):
     add(sampler, 0, DIGITS, known=[EOS, EOS])  # no digits
     add(sampler, 1, DIGITS)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
-    assert sample(sampler, [0, 1], logits)[1] == [False, True]
+    assert sample(sampler, [0, 1], logits)[1] == [0]
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from gpu_worker.json_fields import ModelError
 from gpu_worker.model_source import open_model
-from gpu_worker.models import attention_calls
+from gpu_worker.models import attention_calls, transformers_model
 from gpu_worker.models.attention_calls import AttentionOptions
 from gpu_worker.models.attention_masks import read_window
 from tests.unit.gpu_worker.models.against_transformers import (
@@ -176,6 +176,8 @@ def test_masks_that_read_tensors_are_refused():
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
+    # Imported by now, and so not bound to the patch for good.
+    assert transformers_model.__name__
     monkeypatch.setattr(attention_calls, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"

@@ -280,3 +280,16 @@ def test_the_block_hash_is_what_its_docstring_says():
     extend_chain(chain, root_hash("größe"), np.array([1, 2, 3], np.int32), 2)
     extend_chain(chain, root_hash("größe"), np.array([1, 2, 3, 70_000, 5], np.int32), 2)
     assert chain == expected
+
+
+def test_an_output_whose_form_cannot_be_followed_ends_and_its_blocks_stay_findable():
+    core = make_core()
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    submit(core, 0, prompt, max_tokens=5)
+    news = answer(core, schedule(core), stuck_rows=[0])
+    (finished,) = news.finished
+    assert finished.reason is FinishReason.ERROR
+    assert "form" in finished.error
+    submit(core, 1, prompt, max_tokens=1)
+    ((_, num_computed, _),) = new(schedule(core))
+    assert num_computed == 8, "its KV is as good as any"
