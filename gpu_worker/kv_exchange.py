@@ -102,8 +102,13 @@ def _check(piece: worker_pb2.ReadKvResponse, num_bytes: int, max_bytes: int) -> 
         raise UnavailableError("a piece was damaged on the way")
 
 
-def read_request(epoch: int, block_ids: Int32Array, kv_format: str) -> worker_pb2.ReadKvRequest:
-    """Ask for blocks as a worker with `kv_format` can take them."""
+def read_request(
+    epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
+) -> worker_pb2.ReadKvRequest:
+    """Ask worker `instance_id` for blocks as a worker with `kv_format` can take them."""
     return worker_pb2.ReadKvRequest(
-        epoch=epoch, host_block_ids=pack_int32(block_ids), kv_format=kv_format
+        epoch=epoch,
+        host_block_ids=pack_int32(block_ids),
+        kv_format=kv_format,
+        instance_id=instance_id,
     )

@@ -169,6 +169,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Stream the contents of host blocks."""
         info, steps = self._loaded()
+        # First: the asking worker knows this one by an address, which may mean another worker there
+        # than at the scheduler. Epoch and format are the same at all workers of a scheduler.
+        if request.instance_id != info.instance_id:
+            raise FailedPreconditionError(
+                f"KV is wanted of worker instance {request.instance_id:#x}; "
+                f"this is {info.worker_id}, instance {info.instance_id:#x}"
+            )
         attachment = self._attachment_of(request.epoch)
         if request.kv_format != info.kv_format:
             raise FailedPreconditionError(
@@ -190,7 +197,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await pull_kv(
             steps,
             request.source_target,
-            read_request(request.epoch, sources, info.kv_format),
+            read_request(request.epoch, request.source_instance_id, sources, info.kv_format),
             block_ids,
             info.host_block_bytes or info.block_bytes,
             check=lambda: self._require_newest(attachment),

@@ -122,6 +122,8 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         num_disk_blocks=limits.num_disk_blocks,
         disk_bytes_per_s=info.disk_bytes_per_s,
         dtype=info.dtype,
+        instance_id=info.instance_id,
+        takes_kv=info.takes_kv,
     )
 
 

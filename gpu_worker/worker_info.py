@@ -1,8 +1,14 @@
 """What a scheduler must know of this worker."""
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 
 from gpu_worker.step import Limits
+
+
+def new_instance_id() -> int:
+    """Draw a 64-bit number that no other start of a worker has; never 0."""
+    return 1 + secrets.randbelow(2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,11 @@ class WorkerInfo:
     """Of one block in the host, as its codec makes it; 0: as on the device."""
     host_codec: str = "none"
     """How the host holds blocks."""
+
+    takes_kv: bool = True
+    """Whether host blocks, if there are any, can be read and written by other workers."""
+    instance_id: int = field(default_factory=new_instance_id)
+    """Tells this start of this worker from all others."""
 
     @property
     def kv_format(self) -> str:

@@ -44,6 +44,10 @@ class WorkerInfo:
     """How fast blocks come from the disk; 0: not measured."""
     dtype: str = ""
     """Number format of its activations, and so of its KV."""
+    instance_id: int = 0
+    """Tells this start of this worker from all others; 0: not told."""
+    takes_kv: bool = False
+    """Whether it can give the contents of its host blocks to other workers, and take theirs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

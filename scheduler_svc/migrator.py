@@ -142,7 +142,7 @@ class Migrator:
             await taking.answered(room.ready_step)
             sources, targets = export.moved.host_block_ids, room.host_block_ids
             if sources:
-                await taking.pull_kv(source.target, sources, targets)
+                await taking.pull_kv(source.target, giving.info.instance_id, sources, targets)
             giving.check_alive()
             taking.check_alive()
         except QuireError:

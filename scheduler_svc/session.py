@@ -151,10 +151,14 @@ class Session:
             await answered
 
     async def pull_kv(
-        self, source_target: str, sources: Sequence[int], targets: Sequence[int]
+        self,
+        source_target: str,
+        source_instance_id: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
     ) -> None:
         """See `WorkerLink`."""
-        await self._link.pull_kv(source_target, sources, targets)
+        await self._link.pull_kv(source_target, source_instance_id, sources, targets)
 
     @property
     def info(self) -> WorkerInfo:

@@ -105,12 +105,17 @@ class WorkerLink:
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
 
     async def pull_kv(
-        self, source_target: str, sources: Sequence[int], targets: Sequence[int]
+        self,
+        source_target: str,
+        source_instance_id: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
     ) -> None:
         """Have the worker fill its host blocks with another worker's; returns when it has.
 
         Args:
-            source_target: The other worker.
+            source_target: The other worker, as this scheduler calls it.
+            source_instance_id: Who must answer there: the worker may know another by that name.
             sources: Host blocks of that one.
             targets: Host blocks of this one, as many.
 
@@ -121,6 +126,7 @@ class WorkerLink:
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
             source_target=source_target,
+            source_instance_id=source_instance_id,
             source_host_block_ids=pack_int32(sources),
             host_block_ids=pack_int32(targets),
         )

@@ -142,6 +142,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         swap_bytes_per_s=time_model.swap_bytes_per_s if limits.num_host_blocks else 0.0,
         prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,
         disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
+        takes_kv=False,
     )
     steps = SimulatedSteps(
         limits,

@@ -22,7 +22,7 @@ class AttachResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class WorkerInfo(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TAKES_KV_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -51,7 +53,9 @@ class WorkerInfo(_message.Message):
     prefill_tokens_per_s: float
     num_disk_blocks: int
     disk_bytes_per_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ...) -> None: ...
+    instance_id: int
+    takes_kv: bool
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids")
@@ -198,14 +202,16 @@ class DescribeDeviceResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
-    __slots__ = ("epoch", "host_block_ids", "kv_format")
+    __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host_block_ids: bytes
     kv_format: str
-    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ...) -> None: ...
+    instance_id: int
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ..., instance_id: _Optional[int] = ...) -> None: ...
 
 class ReadKvResponse(_message.Message):
     __slots__ = ("content", "crc32")
@@ -216,16 +222,18 @@ class ReadKvResponse(_message.Message):
     def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class PullKvRequest(_message.Message):
-    __slots__ = ("epoch", "source_target", "source_host_block_ids", "host_block_ids")
+    __slots__ = ("epoch", "source_target", "source_host_block_ids", "host_block_ids", "source_instance_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_TARGET_FIELD_NUMBER: _ClassVar[int]
     SOURCE_HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     source_target: str
     source_host_block_ids: bytes
     host_block_ids: bytes
-    def __init__(self, epoch: _Optional[int] = ..., source_target: _Optional[str] = ..., source_host_block_ids: _Optional[bytes] = ..., host_block_ids: _Optional[bytes] = ...) -> None: ...
+    source_instance_id: int
+    def __init__(self, epoch: _Optional[int] = ..., source_target: _Optional[str] = ..., source_host_block_ids: _Optional[bytes] = ..., host_block_ids: _Optional[bytes] = ..., source_instance_id: _Optional[int] = ...) -> None: ...
 
 class PullKvResponse(_message.Message):
     __slots__ = ()

@@ -42,6 +42,10 @@ class WorkerServiceStub(object):
     name it in `chunk_rows`.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+
+    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
+    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
+    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
     """
 
     def __init__(self, channel):
@@ -94,6 +98,10 @@ class WorkerServiceServicer(object):
     name it in `chunk_rows`.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+
+    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
+    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
+    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
     """
 
     def Attach(self, request, context):
@@ -118,7 +126,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadKv(self, request, context):
-        """Streams the contents of host blocks to another worker; changes nothing.
+        """Streams the contents of host blocks to another worker; changes nothing. UNIMPLEMENTED if not
+        `WorkerInfo.takes_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +135,7 @@ class WorkerServiceServicer(object):
 
     def PullKv(self, request, context):
         """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
-        Returns when they are there.
+        Returns when they are there; some may be overwritten if it fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +194,10 @@ class WorkerService(object):
     name it in `chunk_rows`.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+
+    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
+    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
+    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
     """
 
     @staticmethod

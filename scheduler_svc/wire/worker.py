@@ -61,6 +61,8 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         num_disk_blocks=message.num_disk_blocks,
         disk_bytes_per_s=message.disk_bytes_per_s,
         dtype=message.dtype,
+        instance_id=message.instance_id,
+        takes_kv=message.takes_kv,
     )
     for field, value in (
         ("model.max_model_len", info.model.max_model_len),
@@ -83,6 +85,10 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             "worker.max_num_batched_tokens",
             f"is {info.max_num_batched_tokens}; it must be at least max_num_seqs, "
             f"{info.max_num_seqs}",
+        )
+    if info.takes_kv and not info.instance_id:
+        raise InvalidArgumentError(
+            "worker.instance_id", "is 0; a worker that takes KV must have another"
         )
     return info
 

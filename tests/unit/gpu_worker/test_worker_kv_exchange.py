@@ -65,8 +65,10 @@ async def serving(path, pool, dtype="float32", **info):
     await server.start()
     async with open_channel(f"unix:{path}") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        await stub.Attach(worker_pb2.AttachRequest(epoch=3))
-        yield SimpleNamespace(stub=stub, pool=pool, target=f"unix:{path}")
+        attached = await stub.Attach(worker_pb2.AttachRequest(epoch=3))
+        yield SimpleNamespace(
+            stub=stub, pool=pool, target=f"unix:{path}", instance_id=attached.worker.instance_id
+        )
     await server.stop(0)
 
 
@@ -87,6 +89,7 @@ async def pull(target, source, sources, targets, epoch=3):
         worker_pb2.PullKvRequest(
             epoch=epoch,
             source_target=source.target,
+            source_instance_id=source.instance_id,
             source_host_block_ids=pack_int32(sources),
             host_block_ids=pack_int32(targets),
         )
@@ -136,8 +139,38 @@ async def test_worker_with_other_kv_is_refused(target, tmp_path, info):
     assert "float32, KV auto, codec none, 4 tokens" in refused.value.details()
 
 
+@pytest.mark.parametrize("dialled", ["source", "target"])
+async def test_other_worker_that_answers_at_the_address_gives_nothing(
+    source, target, tmp_path, dialled
+):
+    """Its epoch and KV format are right, so nothing else tells it from the one that was meant."""
+    async with serving(tmp_path / "meant", make_pool(3)) as meant:
+        assert len({source.instance_id, target.instance_id, meant.instance_id, 0}) == 4
+        address = {"source": source, "target": target}[dialled].target
+        before = target.pool.read(np.arange(NUM_BLOCKS))
+        wrong = SimpleNamespace(target=address, instance_id=meant.instance_id)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pull(target, wrong, [1], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "FAILED_PRECONDITION" in refused.value.details()
+    assert f"instance {meant.instance_id:#x}" in refused.value.details()
+    assert target.pool.read(np.arange(NUM_BLOCKS)) == before
+
+
+async def test_read_that_does_not_say_whose_is_refused(source):
+    request = worker_pb2.ReadKvRequest(
+        epoch=3, host_block_ids=pack_int32([0]), kv_format="float32, codec none, 4 tokens, 64 bytes"
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(source.stub.ReadKv(request)))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "instance 0x0" in refused.value.details()
+    request.instance_id = source.instance_id
+    assert (await anext(aiter(source.stub.ReadKv(request)))).content == source.pool.read(blocks(0))
+
+
 async def test_source_that_is_not_there_is_named(target, tmp_path):
-    gone = SimpleNamespace(target=f"unix:{tmp_path}/gone")
+    gone = SimpleNamespace(target=f"unix:{tmp_path}/gone", instance_id=1)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await pull(target, gone, [0], [0])
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -170,8 +203,9 @@ async def test_source_that_gives_something_else_is_not_believed(target, tmp_path
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(*pieces), server)
     server.add_insecure_port(f"unix:{tmp_path}/bad")
     await server.start()
+    bad = SimpleNamespace(target=f"unix:{tmp_path}/bad", instance_id=1)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await pull(target, SimpleNamespace(target=f"unix:{tmp_path}/bad"), [0, 1], [0, 1])
+        await pull(target, bad, [0, 1], [0, 1])
     assert words in refused.value.details()
     await server.stop(0)
 

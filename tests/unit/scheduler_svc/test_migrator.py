@@ -41,11 +41,16 @@ CONFIG = SchedulerConfig(
 class FakeSession:
     """A session whose worker remembers what its blocks hold; it steps when it is waited for."""
 
+    instance_ids = itertools.count(1)
+
     def __init__(self, config=CONFIG, dtype="float32"):
         self.core = Replica(config)
         self.worker = FakeWorker(config)
         self.oracle = Oracle()
-        self.info = SimpleNamespace(dtype=dtype)
+        instance_id = next(self.instance_ids)
+        self.info = SimpleNamespace(
+            worker_id=f"w{instance_id}", dtype=dtype, instance_id=instance_id, takes_kv=True
+        )
         self.unanswered = deque()
         self.others = {}  # sessions by target
         self.pulling = asyncio.Event()
@@ -85,12 +90,14 @@ class FakeSession:
         while self.core.last_answered < step:
             self.step()
 
-    async def pull_kv(self, source_target, sources, targets):
+    async def pull_kv(self, source_target, source_instance_id, sources, targets):
         self.pulling.set()
         await self.may_pull.wait()
         if self.pull_error is not None:
             raise self.pull_error
-        held = self.others[source_target].worker.host
+        source = self.others[source_target]
+        assert source.info.instance_id == source_instance_id
+        held = source.worker.host
         self.worker.host.update({t: held[s] for s, t in zip(sources, targets, strict=True)})
 
     def take_losses(self, request):

@@ -212,6 +212,17 @@ def test_worker_without_room_is_named(field):
         worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **(sizes | {field: 0})))
 
 
+def test_worker_that_takes_kv_says_which_it_is():
+    sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 1}
+    model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
+    message = worker_pb2.WorkerInfo(model=model, takes_kv=True, instance_id=2**64 - 1, **sizes)
+    info = worker_info_from_proto(message)
+    assert (info.takes_kv, info.instance_id) == (True, 2**64 - 1)
+    message.instance_id = 0
+    with pytest.raises(InvalidArgumentError, match="instance_id is 0"):
+        worker_info_from_proto(message)
+
+
 def test_request_keeps_all_it_was_sent_with():
     sampling = common_pb2.SamplingParams(seed=2**64 - 1, max_tokens=9, logit_bias={3: 1.0})
     request = request_from_proto(

@@ -103,6 +103,7 @@ async def test_lower_tiers_are_reported(folder):
     given = settings(folder, host_kv_memory_gb=1.0, disk_kv_memory_gb=4.0, disk_gb_s=7.0)
     info, _ = await run_and(lambda addresses: generate(addresses.grpc, 1), given)
     assert (info.num_host_blocks, info.num_disk_blocks) == (512, 2048)  # of 2 MiB
+    assert not info.takes_kv
     assert (info.swap_bytes_per_s, info.disk_bytes_per_s) == (50e9, 7e9)
     # 8.2e12 operations of 512 tokens at 5e14 per second
     assert info.prefill_tokens_per_s == pytest.approx(512 / 0.016384)
