@@ -131,7 +131,7 @@ class Migrator:
 
     async def _move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
         giving, taking = _session(source), _session(target)
-        _check_same_kv(giving, taking)
+        _check_exchange(giving, taking)
         with _refusals(live):
             export = giving.call(lambda core: core.begin_export(live.source, live.first_seq_key))
         room = None
@@ -166,7 +166,7 @@ class Migrator:
         loads = [
             (engine, engine.session, engine.session.load())
             for engine in self._fleet.engines
-            if engine.session is not None
+            if engine.session is not None and engine.session.info.takes_kv
         ]
         targets = [(engine, load) for engine, _, load in loads if not load.num_waiting]
         for source, session, load in loads:
@@ -200,8 +200,13 @@ def _session(engine: Engine) -> Session:
     return engine.session
 
 
-def _check_same_kv(giving: Session, taking: Session) -> None:
+def _check_exchange(giving: Session, taking: Session) -> None:
     """Check what a core does not know of its worker."""
+    for session, verb in ((giving, "give"), (taking, "take")):
+        if not session.info.takes_kv:
+            raise FailedPreconditionError(
+                f"worker {session.info.worker_id} cannot {verb} KV (takes_kv is false)"
+            )
     if giving.info.dtype != taking.info.dtype:
         raise FailedPreconditionError(
             f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"

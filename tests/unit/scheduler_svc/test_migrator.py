@@ -264,6 +264,18 @@ async def test_refusals(migrator, fleet, b, migrations):
     assert migrations.labels("a", "b", "failed")._value.get() == 3
 
 
+@pytest.mark.parametrize(("which", "verb"), [(0, "give"), (1, "take")])
+async def test_worker_that_takes_no_kv_is_refused_before_anything_moves(
+    migrator, a, b, which, verb
+):
+    info = (a, b)[which].info
+    info.takes_kv = False
+    with pytest.raises(FailedPreconditionError, match=f"{info.worker_id} cannot {verb} KV"):
+        await migrator.migrate("r0", "b")
+    assert not b.pulling.is_set()
+    finish(a, b)
+
+
 async def test_name_of_two_requests_is_refused(migrator, b):
     b.submit(5, [1])
     next(iter(b.core._live)).request = next(iter(b.others["a"].core._live)).request
@@ -300,6 +312,12 @@ class TestImbalance:
         assert live.first_seq_key == a.core.first_swapped().first_seq_key
         await migrator._start(live, source, target)
         finish(a, b)
+
+    @pytest.mark.parametrize("which", [0, 1])
+    async def test_worker_that_takes_no_kv_is_left_out(self, migrator, a, b, which):
+        self.swap_one(a)
+        (a, b)[which].info.takes_kv = False
+        assert migrator._find_imbalance() is None
 
     async def test_nobody_waits(self, migrator):
         assert migrator._find_imbalance() is None
