@@ -56,9 +56,10 @@ class Steps:
 
 
 @contextlib.asynccontextmanager
-async def serving(path, pool, dtype="float32", **info):
+async def serving(path, pool, dtype="float32", **fields):
+    info = WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **fields)
     service = WorkerService()
-    service.open(WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **info), Steps(pool))
+    service.open(info, Steps(pool))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     service.service().add(server)
     server.add_insecure_port(f"unix:{path}")
@@ -67,7 +68,11 @@ async def serving(path, pool, dtype="float32", **info):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         attached = await stub.Attach(worker_pb2.AttachRequest(epoch=3))
         yield SimpleNamespace(
-            stub=stub, pool=pool, target=f"unix:{path}", instance_id=attached.worker.instance_id
+            stub=stub,
+            pool=pool,
+            target=f"unix:{path}",
+            instance_id=attached.worker.instance_id,
+            kv_format=info.kv_format,
         )
     await server.stop(0)
 
@@ -159,7 +164,7 @@ async def test_other_worker_that_answers_at_the_address_gives_nothing(
 
 async def test_read_that_does_not_say_whose_is_refused(source):
     request = worker_pb2.ReadKvRequest(
-        epoch=3, host_block_ids=pack_int32([0]), kv_format="float32, codec none, 4 tokens, 64 bytes"
+        epoch=3, host_block_ids=pack_int32([0]), kv_format=source.kv_format
     )
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await anext(aiter(source.stub.ReadKv(request)))
