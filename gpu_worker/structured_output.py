@@ -30,7 +30,10 @@ class _Row:
 
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher | None = None
-        self.mask: Future[npt.NDArray[np.bool_]] | None = None
+        self.masks: Future[npt.NDArray[np.bool_]] | None = None
+        """bool[*, V]: what the rows that were advanced together may not sample next."""
+        self.place = 0
+        """Which of them is this row."""
 
 
 class StructuredOutput:
@@ -61,9 +64,9 @@ class StructuredOutput:
         def begin() -> npt.NDArray[np.bool_]:
             entry.matcher = self._compile(grammar)
             entry.matcher.consume_tokens(list(output_token_ids))
-            return self._mask(entry.matcher)
+            return self._masks([entry.matcher])
 
-        entry.mask = self._compiler.submit(begin)
+        entry.masks = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
@@ -83,9 +86,10 @@ class StructuredOutput:
         Returns:
             int64[F] on the host: the places of rows whose grammar cannot be followed any further.
         """
-        masks = [self._rows[row].mask.result() for row in rows]  # type: ignore[union-attr]
-        is_stuck = np.array([mask.all() for mask in masks])
-        is_suppressed, index = upload([np.stack(masks), places], self._device)  # bool[N, V]
+        entries = [self._rows[row] for row in rows]
+        masks = np.stack([e.masks.result()[e.place] for e in entries])  # type: ignore[union-attr]
+        is_stuck = masks.all(1)
+        is_suppressed, index = upload([masks, places], self._device)  # bool[N, V]
         restricted = logits.index_select(0, index).masked_fill_(is_suppressed, -torch.inf)
         logits.index_copy_(0, index, restricted)
         stuck: npt.NDArray[np.int64] = places[is_stuck]
@@ -105,31 +109,33 @@ class StructuredOutput:
             token_ids: Waits for the step's tokens; called on the thread.
         """
         entries = [self._rows[row] for row in rows]
-        arrived = self._thread.submit(token_ids)
-        for entry, place in zip(entries, places.tolist(), strict=True):
-            entry.mask = self._thread.submit(self._advance, entry, arrived, place)
+
+        def advance() -> npt.NDArray[np.bool_]:
+            matchers = [entry.matcher for entry in entries if entry.matcher is not None]
+            for matcher, token_id in zip(matchers, token_ids()[places].tolist(), strict=True):
+                matcher.consume_token(token_id)
+            return self._masks(matchers)
+
+        # One job for all: to hand a job over costs more than to work out a mask.
+        masks = self._thread.submit(advance)
+        for place, entry in enumerate(entries):
+            entry.masks, entry.place = masks, place
 
     def close(self) -> None:
         """End the threads when they have done what they were given."""
         self._compiler.stop()
         self._thread.stop()
 
-    def _advance(
-        self, entry: _Row, arrived: Future[npt.NDArray[np.int64]], place: int
-    ) -> npt.NDArray[np.bool_]:
-        assert entry.matcher is not None
-        entry.matcher.consume_token(int(arrived.result()[place]))
-        return self._mask(entry.matcher)
-
-    def _mask(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.bool_]:
-        """bool[V]: which tokens may not come next; none may if the grammar is lost."""
-        admitted = np.zeros(-(-self._vocab_size // 32), np.int32)  # a bit for each token
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(admitted.ctypes.data, admitted.nbytes)
-        if matcher.is_error():  # too complex, as it may turn out only now
-            admitted[:] = 0
+    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> npt.NDArray[np.bool_]:
+        """bool[N, V]: which tokens may not come next; none may if a grammar is lost."""
+        admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)  # bits
+        for matcher, words in zip(matchers, admitted, strict=True):
+            if not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():  # too complex, as it may turn out only now
+                words[:] = 0
         suppressed = ~admitted.view(np.uint8)
-        bits = np.unpackbits(suppressed, count=self._vocab_size, bitorder="little")
+        bits = np.unpackbits(suppressed, axis=1, count=self._vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
