@@ -293,3 +293,14 @@ def test_an_output_whose_form_cannot_be_followed_ends_and_its_blocks_stay_findab
     submit(core, 1, prompt, max_tokens=1)
     ((_, num_computed, _),) = new(schedule(core))
     assert num_computed == 8, "its KV is as good as any"
+
+
+def test_a_request_that_reads_no_prefix_cache_computes_its_whole_prompt():
+    core = make_core()
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    submit(core, 0, prompt, max_tokens=1)
+    answer(core, schedule(core), 0)
+    schedule(core)
+    submit(core, 1, prompt, max_tokens=1, reads_prefix_cache=False)
+    ((row, num_computed, _),) = new(plan := schedule(core))
+    assert (num_computed, chunks(plan)[row]) == (0, 9)
