@@ -62,6 +62,18 @@ def test_blocks_beyond_the_border_are_given_last_and_low_numbers_first():
     assert pool.allocate_before(5) == 4
 
 
+def test_an_untrusted_block_beyond_the_border_is_given_in_its_turn():
+    pool = make_pool()
+    blocks = pool.allocate(6)
+    pool.set_border(3)
+    pool.publish(5, b"5")
+    pool.publish(3, b"3")
+    pool.drop(blocks)
+    pool.forget([5, 3])
+    assert pool.find([b"5"]) == pool.find([b"3"]) == []
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+
+
 def test_reference_counts_can_be_watched_but_not_changed():
     pool = make_pool()
     counts = pool.ref_counts
