@@ -1,8 +1,10 @@
 """The disk tier by example: which block moves where, in which step, and who waits for it."""
 
+import numpy as np
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
+from scheduler_svc.core.block_hash import extend_chain, root_hash
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.invariants import check
@@ -165,6 +167,18 @@ def test_a_prompt_on_the_disk_is_loaded_at_once_and_then_swapped_in():
     plan = schedule(core)
     assert [num_computed for _, num_computed, _ in new(plan)] == [8]
     assert core.load().num_loaded_blocks == 2
+
+
+def test_placement_counts_what_any_tier_has_of_a_prompt():
+    core = make_full()
+    chains = []
+    for key in range(6):
+        chain = []
+        tokens = np.full(8, key + 1, np.int32)
+        extend_chain(chain, root_hash(""), tokens, core.config.block_size)
+        chains.append(chain)
+    assert [core._lookup.num_cached_blocks(chain) for chain in chains] == [2, 2, 2, 2, 2, 0]
+    assert core._lookup.num_cached_blocks(chains[1][:1]) == 1
 
 
 def test_a_prompt_on_host_and_disk_has_its_host_block_held_meanwhile():
