@@ -59,6 +59,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_num_batched_tokens=max(256, max_num_seqs),
             num_blocks=num_blocks,
             block_size=block_size,
+            instance_id=1,
+            takes_kv=True,
         )
         self.epoch = 0
         self.attach_error = None
