@@ -167,8 +167,4 @@ class Fifo(_Ranked):
         rank = 0
         for block_hash in hashes:
             rank = max(rank, self._ranks.get(block_hash, self._num_tables))
-            if self._ranks.get(block_hash) != rank:
-                self._ranks[block_hash] = rank
-                if block_hash in self._order:
-                    self._order.discard(block_hash)
-                    self._order.push((rank,), block_hash)
+            self._ranks[block_hash] = rank  # a table's blocks are held: none is in the order yet
