@@ -5,10 +5,13 @@ import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
 from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.block_pool import DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.plan import StepId, StepOutcome, StepPlan
+from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.request import FinishReason
 
 
@@ -393,6 +396,33 @@ def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
     assert core.load().num_free_disk_blocks == 4
 
 
+def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_is_swapped_out():
+    core = make_core(
+        num_blocks=6, num_host_blocks=4, num_disk_blocks=8, preemption_mode=PreemptionMode.SWAP
+    )
+    for key in range(6):
+        run_alone(core, key)
+    submit(core, 20, [7] * 7, max_tokens=9)
+    submit(core, 21, [8] * 8, max_tokens=8)
+    plan = schedule(core)
+    submit(core, 30, [1] * 9, max_tokens=2)  # its two full blocks are on the disk
+    loaded = 0
+    while core.load().num_preemptions == 0:
+        answer(
+            core,
+            plan,
+            0,
+            1,
+            stored_disk_block_ids=stores(plan).values(),
+            loaded_host_block_ids=loads(plan).values(),
+        )
+        loaded += len(loads(plan))
+        plan = schedule(core)
+    assert loaded == 2
+    assert len(outs(plan)) == 3, "of four host blocks, two of which held the fetched prompt"
+    assert core.load().num_swapped == 1
+
+
 def test_without_room_on_the_disk_the_other_is_recomputed():
     core, plan = make_spilled(num_disk_blocks=1)
     assert not outs(plan)
@@ -440,3 +470,69 @@ def test_a_disk_without_a_host_is_refused():
             max_model_len=1,
             num_disk_blocks=1,
         )
+
+
+# --- moves, without a scheduler -------------------------------------------------------------------
+
+
+def make_tier(**overrides):
+    settings = {"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    settings |= {"max_model_len": 32, "num_host_blocks": 6, "num_disk_blocks": 4}
+    return HostTier(SchedulerConfig(**(settings | overrides)))
+
+
+def send(tier, step=1):
+    draft = PlanDraft(StepId(step), 0.0, 0, 64)
+    tier.send(draft)
+    return draft
+
+
+def outcome(**disk):
+    none = np.empty(0, np.int32)
+    ends = {name: np.array(blocks, np.int32) for name, blocks in disk.items()}
+    return StepOutcome(StepId(1), none, none, none, none, **ends)
+
+
+def test_a_store_alone_asks_for_a_step_and_so_does_a_load():
+    tier = make_tier()
+    assert not tier.has_moves
+    (host,) = tier.pool.allocate(1)
+    disk = tier.disk.keep(host, None)
+    assert tier.has_moves
+    assert not tier.disk.is_loading
+    assert send(tier).disk_store_dst == [disk]
+    assert not tier.has_moves, "it is under way"
+    assert tier.disk.is_busy
+    tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
+    assert not tier.disk.is_busy
+    tier.disk.load(disk, host, None)
+    assert tier.has_moves
+    assert tier.disk.is_loading
+
+
+def test_more_loads_than_the_limit_ask_for_no_step_until_one_has_ended():
+    tier = make_tier(max_disk_moves=1)
+    sources, targets = tier.disk.pool.allocate(2), tier.pool.allocate(2)
+    for source, target in zip(sources, targets, strict=True):
+        tier.disk.load(source, target, None)
+    assert send(tier).disk_load_src == sources[:1]
+    assert not tier.has_moves
+    tier.disk.answer(outcome(loaded_host_block_ids=targets[:1]))
+    assert tier.has_moves
+    assert send(tier).disk_load_src == sources[1:]
+
+
+def test_nothing_is_demoted_while_swap_ins_wait_and_then_as_many_as_the_limit():
+    tier = make_tier(max_swap_blocks=2)
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    tier.swap_in(tier.pool.allocate(1), [DeviceBlockId(7)])
+    tier.begin_step()
+    tier.demote(DeviceBlockId(0), hashes[0])
+    assert tier.find(hashes[:1]) == ([], [])
+    assert send(tier).swap_in_dst == [7]
+    tier.begin_step()
+    for block, block_hash in enumerate(hashes):
+        tier.demote(DeviceBlockId(block), block_hash)
+    assert [len(tier.find([h])[1]) for h in hashes] == [1, 1, 0, 0]
+    assert tier.num_demoted == 2
+    assert send(tier, 2).swap_out_src == [0, 1]

@@ -1,10 +1,12 @@
 """Pins by example: what stays in the prefix cache, until when, and what it gives way to."""
 
+import numpy as np
 import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
 from scheduler_svc.core.errors import NoPrefixCacheError
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.request import OutputSoFar
 
 A, B, C = range(8), range(50, 58), range(100, 108)
 
@@ -58,6 +60,15 @@ def test_a_partial_block_is_not_pinned():
     core = make_core()
     assert run(core, 0, range(7), cache_pin_s=10.0) == [4]
     assert run(core, 1, [1, 2, 3], cache_pin_s=10.0) == [0]
+
+
+def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_more():
+    core = make_core()
+    outputs = (OutputSoFar(np.arange(9, dtype=np.int32), finished=False),)
+    submit(core, 0, A, max_tokens=12, cache_pin_s=10.0, outputs=outputs)
+    news = answer(core, schedule(core), 0)
+    assert [pin.num_tokens for pin in news.pinned] == [8]
+    assert core.load().num_pinned_blocks == 2
 
 
 def test_pinning_again_extends_and_never_shortens():
