@@ -396,7 +396,8 @@ def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
     assert core.load().num_free_disk_blocks == 4
 
 
-def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_is_swapped_out():
+def preempt_beside(*prompts):
+    """Have a sequence of three blocks preempted while `prompts` are on a host of four and wait."""
     core = make_core(
         num_blocks=6, num_host_blocks=4, num_disk_blocks=8, preemption_mode=PreemptionMode.SWAP
     )
@@ -405,21 +406,39 @@ def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_is_swapped_o
     submit(core, 20, [7] * 7, max_tokens=9)
     submit(core, 21, [8] * 8, max_tokens=8)
     plan = schedule(core)
-    submit(core, 30, [1] * 9, max_tokens=2)  # its two full blocks are on the disk
-    loaded = 0
+    for key, prompt in enumerate(prompts, 30):
+        submit(core, key, prompt, max_tokens=2)
     while core.load().num_preemptions == 0:
-        answer(
-            core,
-            plan,
-            0,
-            1,
-            stored_disk_block_ids=stores(plan).values(),
-            loaded_host_block_ids=loads(plan).values(),
-        )
-        loaded += len(loads(plan))
+        stored, loaded = stores(plan).values(), loads(plan).values()
+        answer(core, plan, 0, 1, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
         plan = schedule(core)
-    assert loaded == 2
-    assert len(outs(plan)) == 3, "of four host blocks, two of which held the fetched prompt"
+    assert core.load().num_loaded_blocks == 2
+    return core, plan
+
+
+def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_is_swapped_out():
+    core, plan = preempt_beside([1] * 9)  # two blocks
+    assert len(outs(plan)) == 3
+    assert core.load().num_swapped == 1
+
+
+def test_no_more_is_let_go_than_there_is_need_for():
+    core, plan = preempt_beside([1] * 5, [2] * 5)  # a block each
+    assert len(outs(plan)) == 3
+    assert core.load().num_cached_host_blocks == 0, "the first's is still held"
+
+
+def test_a_sequence_that_just_fits_the_host_is_swapped_out():
+    core = make_core(
+        num_blocks=3, num_host_blocks=1, num_disk_blocks=1, preemption_mode=PreemptionMode.SWAP
+    )
+    submit(core, 0, [1] * 6, max_tokens=5)
+    submit(core, 1, [2] * 2, max_tokens=5)
+    plan = schedule(core)
+    while core.load().num_preemptions == 0:
+        answer(core, plan, 0, 1)
+        plan = schedule(core)
+    assert len(outs(plan)) == 1
     assert core.load().num_swapped == 1
 
 
