@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test lint protos bench
+.PHONY: setup up test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -31,6 +31,9 @@ lint: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/quire/v1/*.proto
+
+docs: setup
+	$(BIN)/python -m docs.generate
 
 bench: setup
 	$(BIN)/python bench/serve.py

@@ -1,5 +1,6 @@
 """The routes of the OpenAI face, and what holds for each of them: ids, trace context, errors."""
 
+import functools
 import re
 import time
 import uuid
@@ -63,22 +64,26 @@ def routes(
     created = int(time.time())
 
     async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        """Continue a prompt, or several; streamed as server-sent events if asked for."""
         body = await _read_body(request, CompletionBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_precedence(call, request))
 
     async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        """Answer a chat, by the model's chat template."""
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_precedence(call, request))
 
     async def list_models(_: web.Request, __: _CallId) -> web.Response:
+        """List the models served."""
         models = [model_json(model, created) for model in inference.models()]
         return _json_response({"object": "list", "data": models})
 
     async def get_model(request: web.Request, _: _CallId) -> web.Response:
+        """Describe one of them."""
         model_id = request.match_info["id"]
         for model in inference.models():
             if model.id == model_id:
@@ -102,6 +107,7 @@ def routes(
 def _endpoint(handler: CallHandler) -> HttpHandler:
     """The handler in its trace context, its errors in OpenAI's shape, its call's id returned."""
 
+    @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
         token = otel_context.attach(telemetry.extract(request.headers.get("traceparent", "")))
         call_id = _CallId(uuid.uuid4().hex)

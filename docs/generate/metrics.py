@@ -1,0 +1,76 @@
+"""The metrics of every process: what a scrape of it would name."""
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+import gpu_worker.metrics
+import router.metrics
+from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.space_metrics import SpaceCollector
+
+_HEAD = """# Metrics
+
+Each process answers `GET /metrics` on its HTTP port, in Prometheus' text format. Names follow
+vLLM's where it has the same. Counters end in `_total`; histograms have `_bucket`, `_sum`, `_count`.
+"""
+
+Row = tuple[str, str, tuple[str, ...], str]
+"""Name, kind, labels, what it is."""
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    parts = [_HEAD]
+    for title, rows in (
+        ("Router", _of_module(router.metrics)),
+        ("Scheduler", _of_scheduler()),
+        ("Worker", _of_module(gpu_worker.metrics)),
+    ):
+        table = ["| metric | kind | labels | |", "|---|---|---|---|"]
+        table += [f"| `{n}` | {k} | {', '.join(labels)} | {text} |" for n, k, labels, text in rows]
+        parts += [f"## {title}\n", *table, ""]
+    return "\n".join(parts)
+
+
+def names() -> set[str]:
+    """Return every metric's name, as it is declared."""
+    rows = [*_of_module(router.metrics), *_of_scheduler(), *_of_module(gpu_worker.metrics)]
+    return {name for name, *_ in rows}
+
+
+def _of_module(module: object) -> list[Row]:
+    metrics = [value for value in vars(module).values() if isinstance(value, MetricWrapperBase)]
+    return sorted(map(_of_metric, metrics))
+
+
+def _of_metric(metric: MetricWrapperBase) -> Row:
+    # What a metric says of itself before it has been counted is not public.
+    labels = tuple(metric._labelnames)  # noqa: SLF001
+    return _name(metric._name, metric._type), metric._type, labels, metric._documentation  # noqa: SLF001
+
+
+def _of_scheduler() -> list[Row]:
+    registry = CollectorRegistry()
+    made = SchedulerMetrics(registry)
+    made.of("a worker")
+    rows = [
+        _of_metric(collector)
+        for collector in registry._collector_to_names  # noqa: SLF001
+        if isinstance(collector, MetricWrapperBase)
+    ]
+    # Of these, without a worker, the families are empty, and so are their samples' labels.
+    collectors: list[tuple[Collector, tuple[str, ...]]] = [
+        (LoadCollector(dict), ("worker",)),
+        (SpaceCollector(dict), ("worker", "tier")),
+    ]
+    for collector, labels in collectors:
+        rows += [
+            (_name(family.name, family.type), family.type, labels, family.documentation)
+            for family in collector.collect()
+        ]
+    return sorted(rows)
+
+
+def _name(name: str, kind: str) -> str:
+    return f"{name}_total" if kind == "counter" else name
