@@ -8,11 +8,13 @@ from scheduler_svc.core.block_hash import extend_chain, root_hash
 from scheduler_svc.core.block_pool import DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.host_room import HostRoom
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepId, StepOutcome, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.sequence import SeqStatus
 
 
 def stores(plan: StepPlan) -> dict[int, int]:
@@ -451,9 +453,14 @@ def test_without_room_on_the_disk_the_other_is_recomputed():
 
 # To swap is almost free. Two blocks of 400 bytes spill and come back: 16 s at 100 bytes/s. To
 # compute the eleven tokens of 1 again takes 16 s, too.
-@pytest.mark.parametrize(("disk_bytes_per_s", "spills"), [(101, True), (99, False), (0, False)])
-def test_by_cost_the_way_of_what_spills_counts(disk_bytes_per_s, spills):
+@pytest.mark.parametrize(
+    ("num_host_blocks", "disk_bytes_per_s", "spills"),
+    [(3, 101, True), (3, 99, False), (3, 0, False), (4, 51, True), (4, 49, False)],
+    ids=["two in time", "two too slowly", "unknown", "one of two in time", "one too slowly"],
+)
+def test_by_cost_the_way_of_what_spills_counts(num_host_blocks, disk_bytes_per_s, spills):
     _, plan = make_spilled(
+        num_host_blocks=num_host_blocks,
         preemption_mode=PreemptionMode.COST,
         bytes_per_block=400,
         swap_bytes_per_s=1e9,
@@ -506,6 +513,18 @@ def send(tier, step=1):
     return draft
 
 
+def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it():
+    core, plan = make_spilled(num_disk_blocks=2)
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    swapped = {seq.seq_key: seq for seq in core._live if seq.status is SeqStatus.SWAPPED}
+    assert swapped.keys() == {1, 2}, "2 has spilled, and filled the disk"
+    room = HostRoom(core.config, core._tier, core._waiting, core._live, lambda seq: -seq.seq_key)
+    assert room.make_for_fetch(swapped[2], 2)
+    assert swapped[1].status is SeqStatus.WAITING
+    assert core._tier.pool.num_free >= 2
+    check(core)
+
+
 def outcome(**disk):
     none = np.empty(0, np.int32)
     ends = {name: np.array(blocks, np.int32) for name, blocks in disk.items()}
@@ -527,6 +546,19 @@ def test_a_store_alone_asks_for_a_step_and_so_does_a_load():
     tier.disk.load(disk, host, None)
     assert tier.has_moves
     assert tier.disk.is_loading
+
+
+def test_the_end_of_a_move_that_has_not_gone_out_is_a_bug():
+    tier = make_tier()
+    (host,) = tier.pool.allocate(1)
+    disk = tier.disk.keep(host, None)
+    with pytest.raises(BrokenInvariantError, match=f"no store to disk block {disk} is under way"):
+        tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
+    send(tier)
+    tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
+    tier.disk.load(disk, host, None)
+    with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is under way"):
+        tier.disk.answer(outcome(loaded_host_block_ids=[host]))
 
 
 def test_more_loads_than_the_limit_ask_for_no_step_until_one_has_ended():
