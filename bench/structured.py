@@ -2,10 +2,11 @@
 
     python bench/structured.py [--model DIR]
 
-Sixteen streams run at once, of the model that Quire ships or of another. The shipped one is so small
-that a step takes two milliseconds, in which what eight grammars cost shows most. In turn, all of them are free, or half
-of them must keep to a JSON schema that never lets them end early; compared is the rate at which the
-free half gets its tokens. The turns alternate, so that a machine's slow moments hit both.
+Sixteen streams run at once, of the model that Quire ships or of another. The shipped one is so
+small that a step takes two milliseconds, in which what eight grammars cost shows most. In turn, all
+of them are free, or half of them must keep to a JSON schema that never lets them end early;
+compared is the rate at which the free half gets its tokens. The turns alternate, so that a
+machine's slow moments hit both.
 """
 
 import argparse
