@@ -62,6 +62,15 @@ def test_a_partial_block_is_not_pinned():
     assert run(core, 1, [1, 2, 3], cache_pin_s=10.0) == [0]
 
 
+def test_more_than_is_pinned_can_be_asked_for():
+    core = make_core()
+    run(core, 0, A, cache_pin_s=10.0)
+    assert core._pins.give_up(5), "there were some"
+    check(core)
+    assert core.load().num_pinned_blocks == 0
+    assert not core._pins.give_up(1)
+
+
 def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_more():
     core = make_core()
     outputs = (OutputSoFar(np.arange(9, dtype=np.int32), finished=False),)
