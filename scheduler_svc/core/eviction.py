@@ -40,8 +40,6 @@ class EvictionOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __contains__(self, block_hash: BlockHash) -> bool: ...
-
     def __iter__(self) -> Iterator[BlockHash]: ...
 
     def add(self, block_hash: BlockHash) -> None:
@@ -111,9 +109,6 @@ class _Ranked:
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._order
 
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._order)

@@ -525,6 +525,16 @@ def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it():
     check(core)
 
 
+def test_who_is_not_wholly_on_the_host_yet_does_not_spill():
+    core, plan = make_spilled()
+    answer(core, plan, 0, stored_disk_block_ids=[0, 1])
+    (swapped,) = [seq for seq in core._live if seq.seq_key == 1]
+    room, tier = core._host_room, core._tier
+    assert len(room._find_spills(1)) == 1
+    tier._swap_outs[swapped.host_block_ids[-1]] = DeviceBlockId(5)
+    assert room._find_spills(1) is None
+
+
 def outcome(**disk):
     none = np.empty(0, np.int32)
     ends = {name: np.array(blocks, np.int32) for name, blocks in disk.items()}

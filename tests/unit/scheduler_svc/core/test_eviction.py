@@ -102,6 +102,22 @@ def test_what_is_evicted_is_new_when_it_comes_again(eviction):
     assert cache.evict_all() == "a0 b0"
 
 
+@pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.FIFO])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_is_not_to_be_trusted_is_new_when_it_comes_again(eviction, is_held):
+    cache = Cache(eviction)
+    cache.run("a0")
+    cache.run("a0")  # hit once
+    cache.run("b0")
+    cache.run("b0")
+    held = cache.use("a0") if is_held else []
+    cache.pool.forget(cache.pool.find([b"a0"]))
+    cache.pool.drop(held)
+    cache.run("a0")
+    expected = {Eviction.LFU: "a0 b0", Eviction.FIFO: "b0 a0"}
+    assert cache.evict_all() == expected[eviction]
+
+
 @ALL
 def test_a_block_that_is_not_to_be_trusted_is_blank_at_once(eviction):
     cache = Cache(eviction, num_blocks=2)
