@@ -41,7 +41,7 @@ async def run_worker(
     stop = stop if stop is not None else asyncio.Event()
     health = Health()
     health.set_starting("loading torch")
-    service = WorkerService()
+    service = WorkerService(settings.client_tls)
     step_loop: StepLoop | None = None
     watch: asyncio.Task[None] | None = None
     gave_up = threading.Event()

@@ -16,6 +16,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
 from rpc.errors import UnavailableError
 from rpc.packing import pack_int32
+from rpc.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
 """What one message holds, unless one block is larger: a copy of it delays a step by about 1 ms."""
@@ -59,6 +60,7 @@ async def pull_kv(
     block_ids: Int32Array,
     block_bytes: int,
     check: Callable[[], None],
+    tls: ClientTls | None = None,
 ) -> None:
     """Fill int32[N] blocks with what `request` reads at the worker at `source_target`.
 
@@ -69,13 +71,14 @@ async def pull_kv(
         block_ids: Where it goes, each once.
         block_bytes: Of one block in the host.
         check: Called before each write; raises if the blocks are no longer the caller's.
+        tls: How to call that worker; None: in the clear.
 
     Raises:
         UnavailableError: The source gave less, more, or something else, or nothing; some of the
             blocks may have been written.
     """
     num_done = 0
-    async with open_channel(source_target) as channel:
+    async with open_channel(source_target, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):

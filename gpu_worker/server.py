@@ -30,7 +30,8 @@ from rpc.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from rpc.server import Service
+from rpc.grpc_server import Service
+from rpc.tls import ClientTls
 
 _log = structlog.get_logger()
 
@@ -79,7 +80,9 @@ class Steps(HostBlocks, Protocol):
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one scheduler at a time: the newest. Until `open` and after `drain` it refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ClientTls | None = None) -> None:
+        """`tls` is how other workers are called; None: in the clear."""
+        self._tls = tls
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
         self._attachment: _Attachment | None = None
@@ -201,6 +204,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             block_ids,
             info.host_block_bytes or info.block_bytes,
             check=lambda: self._require_newest(attachment),
+            tls=self._tls,
         )
         return worker_pb2.PullKvResponse()
 

@@ -42,15 +42,17 @@ from quire.types import (
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc import telemetry
-from rpc.channel import open_channel
+from rpc.channel import open_blocking_channel, open_channel
 from rpc.status import status_to_error
-from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+from rpc.tls import ClientTls
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 
 __all__ = [
     "AsyncClient",
     "BeamSearch",
     "ChatMessage",
     "Client",
+    "ClientTls",
     "Completion",
     "Event",
     "FinishReason",
@@ -82,9 +84,21 @@ def _quire_errors() -> Iterator[None]:
 class Client:
     """Blocks. Threads may share one."""
 
-    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
-        """`target` is "host:port" or "unix:/path"; the first call connects."""
-        self._channel = grpc.insecure_channel(target, options=channel_options(max_message_mb))
+    def __init__(
+        self,
+        target: str,
+        max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+        *,
+        api_key: str = "",
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`target` is "host:port" or "unix:/path"; the first call connects.
+
+        `api_key` is for services that ask for one. Without `tls` calls, and the key, travel in the
+        clear; a Unix socket needs none.
+        """
+        self._metadata = wire.api_key_to_metadata(api_key)
+        self._channel = open_blocking_channel(target, max_message_mb, tls)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
@@ -114,7 +128,7 @@ class Client:
     ) -> Iterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
         request = wire.generate_request_to_proto(prompt, sampling, options)
-        metadata = wire.precedence_to_metadata(priority, tenant)
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
         with _quire_errors():
             call = self._stub.Generate(
                 request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
@@ -139,7 +153,7 @@ class Client:
         request = inference_pb2.GenerateOnceRequest(
             request=wire.generate_request_to_proto(prompt, sampling, options)
         )
-        metadata = wire.precedence_to_metadata(priority, tenant)
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
         with _quire_errors():
             response = self._stub.GenerateOnce(
                 request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
@@ -159,7 +173,9 @@ class Client:
             text_or_chat, model, add_special_tokens=add_special_tokens
         )
         with _quire_errors():
-            return tuple(self._stub.Tokenize(request, timeout=timeout_s).token_ids)
+            return tuple(
+                self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids
+            )
 
     def detokenize(
         self,
@@ -174,14 +190,18 @@ class Client:
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         with _quire_errors():
-            text: str = self._stub.Detokenize(request, timeout=timeout_s).text
+            text: str = self._stub.Detokenize(
+                request, timeout=timeout_s, metadata=self._metadata
+            ).text
         return text
 
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """Give the models served."""
         request = inference_pb2.ListModelsRequest()
         with _quire_errors():
-            return wire.models_from_proto(self._stub.ListModels(request, timeout=timeout_s))
+            return wire.models_from_proto(
+                self._stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     def describe_kv(
         self,
@@ -209,22 +229,32 @@ class Client:
             block_tables=block_tables,
         )
         with _quire_errors():
-            response = self._stub.DescribeKv(request, timeout=timeout_s)
+            response = self._stub.DescribeKv(request, timeout=timeout_s, metadata=self._metadata)
         return kv_wire.workers_kv_from_proto(response)
 
     def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""
         request = inference_pb2.GetLoadRequest()
         with _quire_errors():
-            return wire.load_from_proto(self._stub.GetLoad(request, timeout=timeout_s).load)
+            return wire.load_from_proto(
+                self._stub.GetLoad(request, timeout=timeout_s, metadata=self._metadata).load
+            )
 
 
 class AsyncClient:
     """The same for asyncio; belongs to the event loop it is made in."""
 
-    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
-        """`target` is "host:port" or "unix:/path"; the first call connects."""
-        self._channel = open_channel(target, max_message_mb)
+    def __init__(
+        self,
+        target: str,
+        max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+        *,
+        api_key: str = "",
+        tls: ClientTls | None = None,
+    ) -> None:
+        """As for `Client`."""
+        self._metadata = wire.api_key_to_metadata(api_key)
+        self._channel = open_channel(target, max_message_mb, tls)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -254,7 +284,7 @@ class AsyncClient:
     ) -> AsyncIterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
         request = wire.generate_request_to_proto(prompt, sampling, options)
-        metadata = wire.precedence_to_metadata(priority, tenant)
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
         with _quire_errors():
             call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
             try:
@@ -277,7 +307,7 @@ class AsyncClient:
         request = inference_pb2.GenerateOnceRequest(
             request=wire.generate_request_to_proto(prompt, sampling, options)
         )
-        metadata = wire.precedence_to_metadata(priority, tenant)
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
         with _quire_errors():
             return wire.completion_from_proto(
                 await self._stub.GenerateOnce(request, timeout=timeout_s, metadata=metadata)
@@ -296,7 +326,11 @@ class AsyncClient:
             text_or_chat, model, add_special_tokens=add_special_tokens
         )
         with _quire_errors():
-            return tuple((await self._stub.Tokenize(request, timeout=timeout_s)).token_ids)
+            return tuple(
+                (
+                    await self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+                ).token_ids
+            )
 
     async def detokenize(
         self,
@@ -311,14 +345,18 @@ class AsyncClient:
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         with _quire_errors():
-            text: str = (await self._stub.Detokenize(request, timeout=timeout_s)).text
+            text: str = (
+                await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
+            ).text
         return text
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """Give the models served."""
         request = inference_pb2.ListModelsRequest()
         with _quire_errors():
-            return wire.models_from_proto(await self._stub.ListModels(request, timeout=timeout_s))
+            return wire.models_from_proto(
+                await self._stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     async def describe_kv(
         self,
@@ -346,12 +384,14 @@ class AsyncClient:
             block_tables=block_tables,
         )
         with _quire_errors():
-            response = await self._stub.DescribeKv(request, timeout=timeout_s)
+            response = await self._stub.DescribeKv(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return kv_wire.workers_kv_from_proto(response)
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""
         request = inference_pb2.GetLoadRequest()
         with _quire_errors():
-            response = await self._stub.GetLoad(request, timeout=timeout_s)
+            response = await self._stub.GetLoad(request, timeout=timeout_s, metadata=self._metadata)
         return wire.load_from_proto(response.load)

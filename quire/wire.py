@@ -124,6 +124,13 @@ def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
     return metadata
 
 
+def api_key_to_metadata(api_key: str) -> list[tuple[str, str]]:
+    """Leave out an empty one. Raise InvalidArgumentError for what no metadata can carry."""
+    if not (api_key.isascii() and api_key.isprintable()):  # the error does not show it
+        raise InvalidArgumentError("api_key", "must have printable ASCII characters only")
+    return [("authorization", f"Bearer {api_key}")] if api_key else []
+
+
 def tokenize_request_to_proto(
     text_or_chat: str | Sequence[ChatMessage], model: str, *, add_special_tokens: bool
 ) -> inference_pb2.TokenizeRequest:

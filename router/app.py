@@ -11,13 +11,17 @@ from aiohttp import web
 
 from quire.v1 import inference_pb2_grpc
 from router import grpc_face
+from router.authentication import KeyInterceptor, key_middleware
 from router.inference import Inference
 from router.openai import face as openai_face
 from router.scheduler_client import SchedulerClient
 from router.settings import RouterSettings
 from router.tokenizer import load_tokenizer
+from rpc.grpc_server import Service
 from rpc.health import Health
-from rpc.server import Addresses, Service, serve
+from rpc.server import Addresses, serve
+
+_MIB = 1024 * 1024
 
 
 async def run_router(
@@ -41,13 +45,16 @@ async def run_router(
         num_token_ids=len(tokenizer.table.pieces),
         health=health,
         max_message_mb=settings.max_message_mb,
+        tls=settings.client_tls,
     )
+    api_keys = settings.read_api_keys()
     inference = Inference(
         settings.model_name,
         tokenizer,
         scheduler,
         max_live_requests=settings.max_live_requests,
         tokenizer_threads=settings.tokenizer_threads,
+        api_keys=api_keys,
     )
     servicer = grpc_face.InferenceServicer(inference)
 
@@ -55,8 +62,8 @@ async def run_router(
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         add(servicer, server)  # type: ignore[no-untyped-call]
 
-    http = web.Application()
-    http.add_routes(openai_face.routes(inference))
+    http = web.Application(middlewares=[] if api_keys is None else [key_middleware(api_keys)])
+    http.add_routes(openai_face.routes(inference, max_body_bytes=settings.max_body_mb * _MIB))
     client = asyncio.create_task(scheduler.run(), name="scheduler client")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
     try:
@@ -65,6 +72,7 @@ async def run_router(
             health=health,
             services=[Service(grpc_face.SERVICE_NAME, add_to_server)],
             http=http,
+            interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
             on_started=on_started,
             on_drain=inference.drain,
             stop=stop,

@@ -13,14 +13,17 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
+from router.api_keys import ApiKeys
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
 from router.domain import GenerateRequest, Load, ModelInfo, StructuredOutput
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
+from router.quotas import Lease, Quotas
 from router.scheduler_client import SchedulerClient
 from router.stop_strings import StopMatcher, StopPattern
 from router.structured_output import to_grammar
+from router.tenancy import check_operator, claim
 from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
 from router.validation import (
@@ -68,8 +71,16 @@ class Inference:
         *,
         max_live_requests: int,
         tokenizer_threads: int,
+        api_keys: ApiKeys | None = None,
     ) -> None:
-        """Serves one model, under one name."""
+        """Serves one model, under one name.
+
+        With `api_keys` a call's key says whose request it is, see `tenancy`; whoever passes on a
+        call has looked at it before, see `authentication`.
+        """
+        self._has_api_keys = api_keys is not None
+        tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
+        self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._scheduler = scheduler
@@ -79,8 +90,8 @@ class Inference:
         )
         self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
         """Apart, so that no number of questions, and no size, holds up a prompt."""
-        self._request_id_to_span: dict[str, Span] = {}
-        """The live requests: from being taken to being read to the end, or left."""
+        self._spans: dict[tuple[str, str], Span] = {}
+        """The live requests, by tenant and id: from being taken to being read, or left."""
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -101,20 +112,26 @@ class Inference:
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model(request.model)
         check_request(request, model, self._max_text_bytes(model))
+        if self._has_api_keys:
+            request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex
-        span = self._take(request_id)
+        span = self._take(request.tenant, request_id)
+        lease: Lease | None = None
         try:
-            live = await self._submit(request, request_id, model, span)
+            lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
+            live = await self._submit(request, request_id, model, span, lease)
         except BaseException as error:
             if isinstance(error, Exception):
                 span.set_status(StatusCode.ERROR, str(error))
-            self._release(request_id)
+            if lease is not None:
+                lease.end(0)
+            self._release(request.tenant, request_id)
             raise
         metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
         return live
 
     async def _submit(
-        self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span
+        self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
     ) -> LiveRequest:
         prompt, patterns, structured = await self._prompts.run(lambda: self._prepare(request))
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
@@ -123,6 +140,11 @@ class Inference:
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
         sampling = replace(sampling, structured=structured)
+        assert sampling.max_tokens is not None, "it is settled"
+        num_outputs = request.n if request.beam is None else request.beam.width
+        lease.reserve(
+            len(prompt) + num_outputs * sampling.max_tokens, asyncio.get_running_loop().time()
+        )
         span.set_attributes(
             {
                 "quire.request_id": request_id,
@@ -160,7 +182,7 @@ class Inference:
             outputs,
             model=model.id,
             cancel=self._scheduler.cancel,
-            on_closed=self._on_closed,
+            on_closed=lambda live: self._on_closed(live, lease),
         )
         self._scheduler.submit(live)
         return live
@@ -181,38 +203,41 @@ class Inference:
             None if structured is None else to_grammar(structured),
         )
 
-    def _take(self, request_id: str) -> Span:
+    def _take(self, tenant: str, request_id: str) -> Span:
         if self._draining:
             raise UnavailableError("the router is draining; another one takes requests")
-        if request_id in self._request_id_to_span:
+        if (tenant, request_id) in self._spans:
             raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
-        if len(self._request_id_to_span) >= self._max_live_requests:
+        if len(self._spans) >= self._max_live_requests:
             raise TooBusyError(
-                f"{len(self._request_id_to_span)} requests are live; at most"
-                f" {self._max_live_requests} may be"
+                f"{len(self._spans)} requests are live; at most {self._max_live_requests} may be"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
-        self._request_id_to_span[request_id] = span
+        self._spans[tenant, request_id] = span
         metrics.NUM_REQUESTS_LIVE.inc()
         return span
 
-    def _on_closed(self, live: LiveRequest) -> None:
-        span = self._request_id_to_span[live.request_id]
+    def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
+        was_admitted = live.num_cached_tokens is not None  # else nothing was computed of it
+        num_tokens = len(live.prompt_token_ids) + live.num_completion_tokens
+        lease.end(num_tokens if was_admitted else 0)
+        tenant = live.record.tenant
+        span = self._spans[tenant, live.request_id]
         span.set_attribute("gen_ai.usage.output_tokens", live.num_completion_tokens)
         span.set_attribute("gen_ai.response.finish_reasons", live.finish_reasons)
-        self._release(live.request_id)
+        self._release(tenant, live.request_id)
 
-    def _release(self, request_id: str) -> None:
-        self._request_id_to_span.pop(request_id).end()
+    def _release(self, tenant: str, request_id: str) -> None:
+        self._spans.pop((tenant, request_id)).end()
         metrics.NUM_REQUESTS_LIVE.dec()
-        if self._draining and not self._request_id_to_span:
+        if self._draining and not self._spans:
             self._drained.set()
 
     async def drain(self) -> None:
         """Takes no more requests; returns when the live ones have been read to their end."""
         self._draining = True
         self._scheduler.drain()
-        if self._request_id_to_span:
+        if self._spans:
             await self._drained.wait()
             await asyncio.sleep(_LAST_BYTES_S)
 
@@ -298,7 +323,12 @@ class Inference:
         return await self._scheduler.load()
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Who holds which KV blocks, in the scheduler's words; raises what it refuses."""
+        """Who holds which KV blocks, in the scheduler's words; raises what it refuses.
+
+        Raises `PermissionDeniedError` if the call's API key is a tenant's.
+        """
+        if self._has_api_keys:
+            check_operator()
         return await self._scheduler.describe_kv(query)
 
     def _check_name(self, name: str) -> None:

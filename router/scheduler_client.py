@@ -27,6 +27,7 @@ from rpc.channel import open_channel
 from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.status import status_to_error
+from rpc.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
@@ -52,17 +53,20 @@ class SchedulerClient:
         num_token_ids: int,
         health: Health,
         max_message_mb: int,
+        tls: ClientTls | None = None,
     ) -> None:
         """Talks to `target` once `run` runs; says in `health` whether there is a scheduler.
 
         `num_token_ids` is what the router's tokenizer can produce: a model with a smaller
-        vocabulary is another than the tokenizer's, and is not served.
+        vocabulary is another than the tokenizer's, and is not served. `tls` is None for calls in
+        the clear.
         """
         self._target = target
         self._router_id = router_id
         self._num_token_ids = num_token_ids
         self._health = health
         self._max_message_mb = max_message_mb
+        self._tls = tls
         self._model: SchedulerModel | None = None
         self._misfit: str | None = None
         """Why the model of the scheduler that was met last is not served."""
@@ -162,14 +166,14 @@ class SchedulerClient:
     async def _keep_stream(self) -> None:
         backoff_s = _MIN_BACKOFF_S
         self._health.set_starting(f"waiting for the scheduler at {self._target}")
-        async with open_channel(self._target, self._max_message_mb) as channel:
+        async with open_channel(self._target, self._max_message_mb, self._tls) as channel:
             self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
             while True:
                 try:
                     await self._converse(self._stub)
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
+                    reason = f"{error.code().name}: {explain(error.details() or '')}"
                     if self._misfit is not None:  # that scheduler is gone: so is what it said
                         self._misfit = None
                         self._set_starting(f"waiting for the scheduler at {self._target}")

@@ -1,11 +1,15 @@
 """What a router process is told."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import NoDecode
 
-from rpc.settings import Port, ProcessSettings
+from router.api_keys import ApiKeys, read_keys_file
+from rpc.settings import Port, ProcessSettings, split_at_commas
+from rpc.tls import ClientTls, check_certificate
 
 
 class RouterSettings(ProcessSettings):
@@ -21,8 +25,21 @@ class RouterSettings(ProcessSettings):
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    scheduler_tls_cert: Path | None = None
+    """File of the certificate (PEM) that the scheduler is shown, if it is not --tls-cert, which may
+    be a public one."""
+    scheduler_tls_key: Path | None = None
+    """File of its private key."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     """Most requests at once, running, waiting or not yet read to their end."""
+    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Largest body of an HTTP request, in MiB; parsing one holds up all others for a while."""
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Keys, separated by commas, one of which every call must have: authorization: Bearer KEY. They
+    are the operator's: their tenant is nobody in particular, and they may make every call. Give
+    them in the environment, since others see a command line."""
+    api_keys_file: Path | None = None
+    """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads that turn text into tokens."""
 
@@ -32,6 +49,42 @@ class RouterSettings(ProcessSettings):
         if not (model / "tokenizer.json").is_file():
             raise ValueError("it must be a directory with a tokenizer.json")
         return model
+
+    def read_api_keys(self) -> ApiKeys | None:
+        """The keys, one of which a call must have; None: it needs none. Raises `ApiKeysError`."""
+        if not self.api_key and self.api_keys_file is None:
+            return None
+        file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)
+        return ApiKeys([key.get_secret_value() for key in self.api_key], file)
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_at_commas(value)
+
+    @model_validator(mode="after")
+    def _keys_can_be_read(self) -> Self:
+        self.read_api_keys()
+        return self
+
+    @property
+    def client_tls(self) -> ClientTls | None:
+        """How to call the scheduler; None: in the clear."""
+        tls = super().client_tls
+        if tls is None or self.scheduler_tls_cert is None:
+            return tls
+        return replace(tls, cert=self.scheduler_tls_cert, key=self.scheduler_tls_key)
+
+    @model_validator(mode="after")
+    def _scheduler_tls_is_whole(self) -> Self:
+        cert, key = self.scheduler_tls_cert, self.scheduler_tls_key
+        if (cert is None) != (key is None):
+            raise ValueError("--scheduler-tls-cert and --scheduler-tls-key need each other")
+        if cert is not None and key is not None:
+            if self.tls_ca is None:
+                raise ValueError("--scheduler-tls-cert needs --tls-ca")
+            check_certificate(cert, key)
+        return self
 
     @property
     def model_name(self) -> str:

@@ -7,28 +7,49 @@ import grpc
 import grpc.aio
 
 from rpc import telemetry
+from rpc.tls import ClientTls, channel_credentials, is_local
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 
-def open_channel(target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> grpc.aio.Channel:
+def open_channel(
+    target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB, tls: ClientTls | None = None
+) -> grpc.aio.Channel:
     """Open a channel to "host:port" or "unix:/path"; it connects at the first call, and again.
 
     Calls with a single request carry the current trace context. The long-lived streams do not: they
-    outlive any one request, and their messages name the trace of each.
+    outlive any one request, and their messages name the trace of each. A Unix socket has no TLS.
     """
     # The stubs know no type for these.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
-    return grpc.aio.insecure_channel(
-        target,
-        options=[
-            *channel_options(max_message_mb),
-            # A restarted peer should be found again in seconds, not after gRPC's two minutes.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 2_000),
-        ],
-        interceptors=interceptors,
+    options = _options(max_message_mb, tls)
+    if tls is None or is_local(target):
+        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(
+        target, channel_credentials(tls), options=options, interceptors=interceptors
     )
+
+
+def open_blocking_channel(
+    target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB, tls: ClientTls | None = None
+) -> grpc.Channel:
+    """Open a channel for threads; trace context is the caller's to send."""
+    options = _options(max_message_mb, tls)
+    if tls is None or is_local(target):
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, channel_credentials(tls), options=options)
+
+
+def _options(max_message_mb: int, tls: ClientTls | None) -> list[tuple[str, Any]]:
+    options: list[tuple[str, Any]] = [
+        *channel_options(max_message_mb),
+        # A restarted peer should be found again in seconds, not after gRPC's two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    if tls is not None and tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return options
 
 
 def _traced(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:

@@ -37,6 +37,13 @@ class UnauthenticatedError(QuireError):
     http_status = 401
 
 
+class PermissionDeniedError(QuireError):
+    """The credentials are right, and do not allow it."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
 class NotFoundError(QuireError):
     """What the client names does not exist."""
 

@@ -2,17 +2,13 @@
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc
 import grpc.aio
 import structlog
 import uvloop
@@ -21,30 +17,19 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc import telemetry, timeline
+from rpc.client_certificates import require_certificate
+from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.health_service import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.probes import probes
 from rpc.settings import ProcessSettings
-from rpc.status import ErrorInterceptor
-from rpc.transport import channel_options
+from rpc.tls import http_context
 
 _MAX_HTTP_BODY_BYTES = 64 * 1024 * 1024
 _FLUSH_S = 2.0
 """What is left to calls after `on_drain`: their last bytes."""
 
 log = structlog.get_logger()
-
-
-class CannotListenError(Exception):
-    """An address is taken, or not this machine's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """One gRPC service: its full proto name, and what registers its servicer."""
-
-    name: str
-    add: Callable[[grpc.aio.Server], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +48,7 @@ async def serve(
     health: Health,
     services: Sequence[Service],
     http: web.Application | None = None,
+    interceptors: Sequence[Any] = (),
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
     on_drain: Callable[[], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
@@ -70,8 +56,8 @@ async def serve(
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
     gRPC gets `services`, `grpc.health.v1`, reflection, and interceptors for errors and trace
-    context; HTTP gets `http`, `/health`, `/ready` and `/metrics`. A handler is cancelled when its
-    client goes.
+    context, and inside of those `interceptors`; HTTP gets `http`, `/health`, `/ready` and
+    `/metrics`. A handler is cancelled when its client goes.
 
     `on_started` runs when both listen; `health` is the caller's to declare ready. The drain: not
     ready any more; then `on_drain`, which refuses new requests, waits for the live ones and ends
@@ -84,12 +70,14 @@ async def serve(
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
     health_servicer = HealthServicer(health, [service.name for service in services])
-    server = _make_grpc_server(settings, services, health_servicer)
-    runner = _make_http_runner(http, health, grace_s)
+    server = make_grpc_server(settings, services, interceptors)
+    _add_health_and_reflection(server, settings, services, health_servicer)
+    runner = _make_http_runner(settings, http, health, grace_s)
     with _signals_set(stopping):
         try:
             addresses = Addresses(
-                grpc=await _start_grpc(server, settings), http=await _start_http(runner, settings)
+                grpc=await start_grpc_server(server, settings),
+                http=await _start_http(runner, settings),
             )
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
             if on_started is not None:
@@ -123,72 +111,45 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         timeline.write()
 
 
-def _make_grpc_server(
-    settings: ProcessSettings, services: Sequence[Service], health_servicer: HealthServicer
-) -> grpc.aio.Server:
-    server = grpc.aio.server(
-        options=[
-            *channel_options(settings.max_message_mb),
-            # Else two processes share a port in silence, each with half of the calls.
-            ("grpc.so_reuseport", 0),
-        ],
-        interceptors=[telemetry.TraceInterceptor(), ErrorInterceptor()],
-    )
-    for service in services:
-        service.add(server)
+def _add_health_and_reflection(
+    server: grpc.aio.Server,
+    settings: ProcessSettings,
+    services: Sequence[Service],
+    health_servicer: HealthServicer,
+) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = [service.name for service in services]
-    reflection.enable_server_reflection(
-        [*names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
-    return server
+    if settings.reflection:
+        names = [service.name for service in services]
+        reflection.enable_server_reflection(
+            [*names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
+        )
 
 
 def _make_http_runner(
-    http: web.Application | None, health: Health, shutdown_timeout_s: float
+    settings: ProcessSettings,
+    http: web.Application | None,
+    health: Health,
+    shutdown_timeout_s: float,
 ) -> web.AppRunner:
     app = web.Application(client_max_size=_MAX_HTTP_BODY_BYTES) if http is None else http
     app.middlewares.insert(0, probes(health))
+    if settings.tls_client_ca is not None:
+        app.middlewares.insert(0, require_certificate)
     return web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
     )
 
 
-async def _start_grpc(server: grpc.aio.Server, settings: ProcessSettings) -> str:
-    if settings.uds is not None:
-        address = f"unix:{settings.uds.absolute()}"
-        if _is_listened_to(settings.uds):
-            raise CannotListenError(f"gRPC cannot listen on {address}: it is taken")
-    else:
-        address = _join(settings.host, settings.grpc_port)
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        raise CannotListenError(
-            f"gRPC cannot listen on {address}: it is taken or not here"
-        ) from None
-    await server.start()
-    return address if settings.uds is not None else _join(settings.host, port)
-
-
 async def _start_http(runner: web.AppRunner, settings: ProcessSettings) -> str:
     await runner.setup()
-    address = _join(settings.host, settings.http_port)
+    address = join(settings.host, settings.http_port)
+    tls = settings.server_tls
+    context = None if tls is None else http_context(tls)
     try:
-        await web.TCPSite(runner, settings.host, settings.http_port).start()
+        await web.TCPSite(runner, settings.host, settings.http_port, ssl_context=context).start()
     except OSError as error:
         raise CannotListenError(f"HTTP cannot listen on {address}: {error.strerror}") from None
-    return _join(settings.host, runner.addresses[0][1])
-
-
-def _is_listened_to(uds: Path) -> bool:
-    # gRPC removes a socket that it finds at its path, be it a dead process's or a living one's.
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(os.fspath(uds)) == 0
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join(settings.host, runner.addresses[0][1])
 
 
 async def _unless(stopping: asyncio.Event, starting: Awaitable[None]) -> None:

@@ -6,9 +6,9 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -17,7 +17,12 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from rpc.transport import DEFAULT_MAX_MESSAGE_MB
+from rpc.tls import ClientTls, ServerTls, check_authorities, check_certificate
+from rpc.transport import (
+    DEFAULT_MAX_CONCURRENT_STREAMS,
+    DEFAULT_MAX_MESSAGE_MB,
+    DEFAULT_MAX_METADATA_KB,
+)
 
 ENV_PREFIX = "QUIRE_"
 
@@ -28,12 +33,17 @@ _MAX_UDS_PATH_BYTES = 107
 """What the kernel's socket address holds."""
 
 
-class ProcessSettings(BaseSettings):
-    """What every process is told."""
+def split_at_commas(value: object) -> object:
+    """Make one tuple of what is given several times, or separated by commas."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple(part for item in value for part in str(item).split(",") if part)
+    return value
 
-    # A service's own settings extend this class. Each field is a flag (`--grpc-port`) and an
-    # environment variable (`QUIRE_GRPC_PORT`), and its docstring is what --help says of it; the
-    # class's docstring heads the page. Who overrides a port's default writes `Port` again.
+
+class LinkSettings(BaseSettings):
+    """What whoever calls another process is told."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -42,6 +52,48 @@ class ProcessSettings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
+    tls_ca: Path | None = None
+    """File of the authorities (PEM) that certificates of those who are called must come from; it
+    turns on TLS for what is called, but for Unix sockets. Unset: calls are in the clear."""
+    tls_cert: Path | None = None
+    """File of the certificate (PEM) that is shown, with those between it and its authority."""
+    tls_key: Path | None = None
+    """File of its private key (PEM, not encrypted)."""
+    tls_server_name: str = ""
+    """The name that certificates of those who are called must have; empty: the host that is
+    called. One name for all processes of a service allows calling them by addresses."""
+
+    @property
+    def client_tls(self) -> ClientTls | None:
+        """How to call others; None: in the clear."""
+        if self.tls_ca is None:
+            return None
+        return ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
+
+    @model_validator(mode="after")
+    def _tls_files_are_right(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key need each other")
+        if self.tls_server_name and self.tls_ca is None:
+            raise ValueError("--tls-server-name needs --tls-ca")
+        if self.tls_cert is not None and self.tls_key is not None:
+            check_certificate(self.tls_cert, self.tls_key)
+        if self.tls_ca is not None:
+            check_authorities(self.tls_ca)
+        return self
+
+
+class ProcessSettings(LinkSettings):
+    """What every process is told."""
+
+    # A service's own settings extend this class. Each field is a flag (`--grpc-port`) and an
+    # environment variable (`QUIRE_GRPC_PORT`), and its docstring is what --help says of it; the
+    # class's docstring heads the page. Who overrides a port's default writes `Port` again.
+
+    tls_client_ca: Path | None = None
+    """File of the authorities (PEM) of which whoever calls this process must have a certificate, by
+    gRPC or HTTP, but for /health and /ready; needs --tls-cert, which turns on TLS for what listens.
+    Unset: callers need none."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
@@ -52,6 +104,14 @@ class ProcessSettings(BaseSettings):
     """Port of HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
     """Largest gRPC message, sent or received, in MiB."""
+    max_metadata_kb: Annotated[int, Field(ge=1, le=1024)] = DEFAULT_MAX_METADATA_KB
+    """Most metadata of a gRPC call, in KiB."""
+    max_concurrent_streams: Annotated[int, Field(ge=1, le=2**31 - 1)] = (
+        DEFAULT_MAX_CONCURRENT_STREAMS
+    )
+    """Most gRPC calls at once on one connection; more wait at the client."""
+    reflection: bool = True
+    """Whether the process tells who asks which gRPC services and messages it has."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long live requests may take to finish after SIGTERM, in seconds."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -73,6 +133,21 @@ class ProcessSettings(BaseSettings):
                 f" {_MAX_UDS_PATH_BYTES}"
             )
         return path
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """How to listen; None: in the clear."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @model_validator(mode="after")
+    def _client_ca_is_right(self) -> Self:
+        if self.tls_client_ca is not None:
+            if self.tls_cert is None:
+                raise ValueError("--tls-client-ca needs --tls-cert")
+            check_authorities(self.tls_client_ca)
+        return self
 
 
 S = TypeVar("S", bound=BaseSettings)
@@ -99,7 +174,11 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
         return CliApp.run(cls, cli_args=arguments, cli_settings_source=source)
     except ValidationError as error:
         _fail(
-            prog, [_describe(e["loc"], e.get("input"), e["msg"], arguments) for e in error.errors()]
+            prog,
+            [
+                _describe(e["loc"], _shown(cls, e["loc"], e.get("input")), e["msg"], arguments)
+                for e in error.errors()
+            ],
         )
     except SettingsError as error:
         _fail(prog, [str(error)])
@@ -129,6 +208,13 @@ def _tidy(action: argparse.Action) -> None:
         action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
     if action.help is not None:  # a default that is computed is the docstring's to tell
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
+
+
+def _shown(cls: type[BaseSettings], loc: tuple[int | str, ...], value: object) -> object:
+    """Give what may be said of a value: of a secret nothing."""
+    field = cls.model_fields.get(str(loc[0])) if loc else None
+    is_secret = field is not None and SecretStr.__name__ in repr(field.annotation)
+    return "***" if is_secret else value
 
 
 def _describe(

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from rpc import errors
+from rpc.tls import explain
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -27,6 +28,7 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     error.code: error
     for error in (
         errors.UnauthenticatedError,
+        errors.PermissionDeniedError,
         errors.NotFoundError,
         errors.AlreadyExistsError,
         errors.UnavailableError,
@@ -70,7 +72,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
     A status that says nothing of who is to blame (INTERNAL, UNKNOWN, a message too large) becomes a
     plain, not retryable QuireError.
     """
-    code, message = error.code(), error.details() or error.code().name
+    code, message = error.code(), explain(error.details() or error.code().name)
     bad_request, retry_info = _parse_details(error)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         if bad_request is not None and bad_request.field_violations:

@@ -83,6 +83,7 @@ async def _run_scheduler(
                     scheduler_id=settings.scheduler_id,
                     step_timeout_s=settings.step_timeout_s,
                     max_message_mb=settings.max_message_mb,
+                    tls=settings.client_tls,
                 ),
             ),
             open_core=partial(_open_core, settings, recordings),

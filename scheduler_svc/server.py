@@ -10,7 +10,7 @@ import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, QuireError
-from rpc.server import Service
+from rpc.grpc_server import Service
 from scheduler_svc.core.describe import describe
 from scheduler_svc.core.request import SeqKey
 from scheduler_svc.domain import ModelInfo

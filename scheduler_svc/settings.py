@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from rpc.settings import Port, ProcessSettings
+from rpc.settings import Port, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
 from scheduler_svc.core.policies.loading import make_policy
 
@@ -104,11 +104,7 @@ class SchedulerSettings(ProcessSettings):
     @field_validator("workers", "policy_arg", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list | tuple):
-            return tuple(part for item in value for part in str(item).split(",") if part)
-        return value
+        return split_at_commas(value)
 
     @field_validator("workers")
     @classmethod

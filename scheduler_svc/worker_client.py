@@ -13,6 +13,7 @@ from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.packing import pack_int32
 from rpc.status import status_to_error
+from rpc.tls import ClientTls, explain
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.worker import (
@@ -36,6 +37,7 @@ class WorkerClientConfig:
     step_timeout_s: float
     """How long a step may be in flight before the worker counts as lost."""
     max_message_mb: int
+    tls: ClientTls | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +225,7 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
         StaleEpochError: A newer scheduler has the worker.
         UnavailableError: It cannot be reached, is not ready, or describes itself wrongly.
     """
-    channel = open_channel(config.target, config.max_message_mb)
+    channel = open_channel(config.target, config.max_message_mb, config.tls)
     try:
         info = await _claim(channel, config)
     except BaseException:
@@ -249,4 +251,4 @@ async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> Worke
 
 
 def _unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
-    return UnavailableError(f"{error.code().name}: {error.details()}")
+    return UnavailableError(f"{error.code().name}: {explain(error.details() or '')}")

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 import structlog
 
@@ -12,11 +11,9 @@ from gpu_worker.json_fields import ModelError, read_json
 from gpu_worker.server import WorkerService
 from gpu_worker.step import Limits
 from gpu_worker.worker_info import WorkerInfo
-from rpc import telemetry
+from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health import Health
-from rpc.server import Addresses, CannotListenError, serve
-from rpc.status import ErrorInterceptor
-from rpc.transport import channel_options
+from rpc.server import Addresses, serve
 from sim_worker.settings import SimWorkerSettings
 from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
@@ -164,20 +161,7 @@ def _prefill_tokens_per_s(time_model: TimeModel) -> float:
 
 async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
     """Give a further worker a server of its own: nothing else tells a call for it from others'."""
-    server = grpc.aio.server(
-        options=[*channel_options(settings.max_message_mb), ("grpc.so_reuseport", 0)],
-        interceptors=[telemetry.TraceInterceptor(), ErrorInterceptor()],
-    )
-    worker.service().add(server)
-    address = f"{settings.host}:{settings.grpc_port}"
-    if settings.uds is not None:
-        address = f"unix:{settings.uds.absolute()}"
-    try:
-        server.add_insecure_port(address)
-    except RuntimeError:
-        raise CannotListenError(f"gRPC cannot listen on {address}: it is taken or not here") from (
-            None
-        )
-    await server.start()
+    server = make_grpc_server(settings, [worker.service()])
+    address = await start_grpc_server(server, settings)
     log.info("listening", worker_id=settings.worker_id, grpc=address)
     return server

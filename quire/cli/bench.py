@@ -68,7 +68,9 @@ class _Result:
 
 
 async def _load(target: str, settings: BenchSettings) -> _Result:
-    async with AsyncClient(target) as client:
+    async with AsyncClient(
+        target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls
+    ) as client:
         (model, *_) = await _models(client)
         needed = settings.input_len + settings.output_len
         if needed > model.max_model_len:

@@ -7,7 +7,7 @@ from quire.cli.command_error import CommandError
 from quire.cli.generate import sampling_from
 from quire.cli.settings import ChatSettings
 from quire.cli.streaming import show_one
-from quire.cli.target import connection_errors, find_target
+from quire.cli.target import connection_errors, find_target, open_client
 from quire.client import Client
 from quire.types import ChatMessage
 from rpc.errors import QuireError
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
         print("/new forgets the conversation, Ctrl-C an answer; /quit or Ctrl-D ends.")
     target = find_target(settings.target)
-    with Client(target) as client:
+    with open_client(target, settings) as client:
         while True:
             try:
                 said = input("> " if is_terminal else "").strip()

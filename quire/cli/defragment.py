@@ -11,7 +11,9 @@ from quire.cli.service_dir import ServiceDirError, running_services
 from quire.cli.settings import DefragmentSettings
 from quire.v1 import scheduler_pb2
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from rpc.channel import open_blocking_channel
 from rpc.settings import parse_settings
+from rpc.tls import explain
 
 _DEFAULT_TARGET: Final = "127.0.0.1:50052"
 _TIMEOUT_S: Final = 60.0
@@ -21,13 +23,13 @@ def main(argv: Sequence[str]) -> int:
     """Run `quire defragment`; give the exit code."""
     settings = parse_settings(DefragmentSettings, "quire defragment", argv)
     target = settings.scheduler or _find_scheduler()
-    with grpc.insecure_channel(target) as channel:
+    with open_blocking_channel(target, tls=settings.client_tls) as channel:
         stub = SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             answer = stub.Defragment(scheduler_pb2.DefragmentRequest(), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
             # A private class, which has the methods of a call.
-            raise CommandError(f"scheduler {target}: {error.details()}") from None
+            raise CommandError(f"scheduler {target}: {explain(error.details() or '')}") from None
     for worker in answer.workers:
         print(describe(worker))
     return 0

@@ -6,8 +6,7 @@ from typing import Literal
 
 from quire.cli.settings import ClientSettings, GenerateSettings
 from quire.cli.streaming import show_each, show_one
-from quire.cli.target import connection_errors, find_target
-from quire.client import Client
+from quire.cli.target import connection_errors, find_target, open_client
 from quire.types import BeamSearch, SamplingParams
 from rpc.settings import parse_settings
 
@@ -17,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     target = find_target(settings.target)
-    with connection_errors(target), Client(target) as client:
+    with connection_errors(target), open_client(target, settings) as client:
         events = client.generate(
             prompt,
             sampling_from(settings, ignore_eos=settings.ignore_eos),

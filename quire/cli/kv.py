@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.settings import KvSettings
-from quire.cli.target import connection_errors, find_target
-from quire.client import Client
+from quire.cli.target import connection_errors, find_target, open_client
 from quire.kv_types import KvBlockState, SequenceKv, TierKv, WorkerKv
 from rpc.settings import parse_settings
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `quire kv`; give the exit code."""
     settings = parse_settings(KvSettings, "quire kv", argv)
     target = find_target(settings.target)
-    with connection_errors(target), Client(target) as client:
+    with connection_errors(target), open_client(target, settings) as client:
         workers = client.describe_kv(
             worker=settings.worker,
             first_seq_id=settings.first_seq_id,

@@ -17,7 +17,14 @@ SHIPPED_MODEL: Final = Path(__file__).parents[2] / "models" / "quire-tiny-python
 
 _COMMON: Final = (
     "host",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "tls_server_name",
+    "tls_client_ca",
     "max_message_mb",
+    "max_metadata_kb",
+    "max_concurrent_streams",
     "drain_s",
     "log_level",
     "log_format",
@@ -43,6 +50,7 @@ _WORKER: Final = (
     "disk_kv_codec",
     "gpu_memory_utilization",
 )
+_ROUTER: Final = ("api_keys_file",)
 _SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
 
 _SIM_WORKERS: Final = (
@@ -82,6 +90,8 @@ class Layout:
     scheduler_target: str
     """The scheduler's, which only processes of the user's own reach."""
     specs: tuple[ProcessSpec, ...]
+    has_tls: bool = False
+    """Whether what listens at TCP ports does so with TLS."""
 
 
 def find_model(settings: UpSettings) -> Path:
@@ -168,7 +178,10 @@ def plan(
         chosen.http_port,
         *named,
         *("--scheduler", f"unix:{scheduler_socket}", *listen),
+        *_flags(settings, _ROUTER),
+        *(() if settings.reflection else ("--no-reflection",)),
         group=0,
+        **_secrets(settings),
     )
     scheduler = spec(
         "scheduler",
@@ -211,6 +224,7 @@ def plan(
         scheduler_target=f"unix:{scheduler_socket}",
         # Workers first: they take longest.
         specs=(*(workers or [simulated]), scheduler, router),
+        has_tls=settings.tls_cert is not None,
     )
 
 
@@ -229,6 +243,12 @@ def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
         if value is not None and value != "":
             flags += ("--" + name.replace("_", "-"), str(value))
     return tuple(flags)
+
+
+def _secrets(settings: UpSettings) -> dict[str, str]:
+    """Give what others must not see, as they would in a command line."""
+    keys = ",".join(key.get_secret_value() for key in settings.api_key)
+    return {f"{ENV_PREFIX}API_KEY": keys} if keys else {}
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:

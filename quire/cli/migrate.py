@@ -1,7 +1,7 @@
 """`quire migrate`: moves a live request with its KV to another worker."""
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 import grpc
 
@@ -11,11 +11,9 @@ from quire.cli.settings import MigrateSettings
 from quire.cli.target import connection_errors
 from quire.v1 import scheduler_pb2
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from rpc.channel import open_blocking_channel
 from rpc.settings import parse_settings
 from rpc.status import status_to_error
-from rpc.transport import channel_options
-
-_MAX_MESSAGE_MB: Final = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(MigrateSettings, "quire migrate", argv)
     target = settings.scheduler or _find_scheduler()
     with connection_errors(target):
-        moved = _migrate(target, settings.request_id, settings.to)
+        moved = _migrate(target, settings)
     if moved.was_there:
         print(f"{settings.request_id} is at {settings.to} already")
     elif not moved.num_sequences:
@@ -37,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _migrate(target: str, request_id: str, worker: str) -> scheduler_pb2.MigrateResponse:
-    request = scheduler_pb2.MigrateRequest(request_id=request_id, worker=worker)
-    with grpc.insecure_channel(target, options=channel_options(_MAX_MESSAGE_MB)) as channel:
+def _migrate(target: str, settings: MigrateSettings) -> scheduler_pb2.MigrateResponse:
+    request = scheduler_pb2.MigrateRequest(request_id=settings.request_id, worker=settings.to)
+    with open_blocking_channel(target, tls=settings.client_tls) as channel:
         stub = SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             response: scheduler_pb2.MigrateResponse = stub.Migrate(request)

@@ -26,10 +26,16 @@ STARTING = Readiness(ready=False, status="starting")
 """Of a process that does not listen yet."""
 
 
-async def probe(session: aiohttp.ClientSession, address: str) -> Readiness | None:
-    """Ask the process at `address`, "host:port"; None if nothing answers."""
+async def probe(
+    session: aiohttp.ClientSession, address: str, *, tls: bool = False
+) -> Readiness | None:
+    """Ask the process at `address`, "host:port"; None if nothing answers.
+
+    A certificate is not looked at, as kubelets do not: nothing is told to who answers.
+    """
+    url = f"{'https' if tls else 'http'}://{address}/ready"
     try:
-        async with session.get(f"http://{address}/ready", timeout=_TIMEOUT) as response:
+        async with session.get(url, timeout=_TIMEOUT, ssl=False) as response:
             body = await response.json(content_type=None)
             progress = body.get("progress")
             return Readiness(
@@ -45,13 +51,17 @@ async def wait_until_ready(
     name_to_address: Mapping[str, str],
     show: Callable[[Mapping[str, Readiness]], None],
     check: Callable[[], None] = lambda: None,
+    *,
+    tls: bool = False,
 ) -> None:
     """Poll until every process is ready, showing each turn; `check` may raise to give up."""
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:
         while not all(each.ready for each in readiness.values()):
             check()
-            answers = await asyncio.gather(*(probe(session, a) for a in name_to_address.values()))
+            answers = await asyncio.gather(
+                *(probe(session, a, tls=tls) for a in name_to_address.values())
+            )
             for name, answer in zip(name_to_address, answers, strict=True):
                 readiness[name] = answer or readiness[name]
             show(readiness)

@@ -46,6 +46,8 @@ class ServiceInfo:
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
     """The scheduler's gRPC, for who operates the service; an older release does not say."""
+    has_tls: bool = False
+    """Whether what listens at TCP ports does so with TLS."""
 
 
 class ServiceDir:

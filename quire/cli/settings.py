@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
-from rpc.settings import ENV_PREFIX, Port, ProcessSettings
+from rpc.settings import ENV_PREFIX, LinkSettings, Port, ProcessSettings, split_at_commas
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -107,12 +107,22 @@ class UpSettings(ProcessSettings):
     """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
     num_threads: Positive | None = None
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Keys, separated by commas, one of which every call of the router must have; better given in
+    the environment, since others see a command line."""
+    api_keys_file: Path | None = None
+    """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     detach: bool = False
     """Return when the service is ready and leave it up; `quire down` stops it."""
     demo: bool = False
     """Stream one completion in the terminal when the service is ready."""
     verbose: bool = False
     """Show the processes' logs as they are written."""
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_at_commas(value)
 
     @model_validator(mode="after")
     def _workers_have_a_device_each(self) -> Self:
@@ -133,16 +143,15 @@ class UpSettings(ProcessSettings):
         return self
 
 
-class _CommandSettings(BaseSettings):
-    model_config = SettingsConfigDict(
-        frozen=True,
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
-        use_attribute_docstrings=True,
-    )
+class RouterClientSettings(LinkSettings):
+    """What every command that calls a router is told."""
+
+    api_key: SecretStr = SecretStr("")
+    """The key to call the router with, if it asks for one; better given in the environment, since
+    others see a command line."""
 
 
-class ClientSettings(_CommandSettings):
+class ClientSettings(RouterClientSettings):
     """What `generate` and `chat` share."""
 
     target: str = ""
@@ -200,7 +209,7 @@ class ChatSettings(ClientSettings):
     """What the conversation begins with, as the system's message."""
 
 
-class BenchSettings(_CommandSettings):
+class BenchSettings(RouterClientSettings):
     """Measure a service: streams of random tokens, each sent when the one before it is complete.
 
     Starts a service for it, unless a target is given, and stops it afterwards.
@@ -230,14 +239,14 @@ class BenchSettings(_CommandSettings):
         return self
 
 
-class StatusSettings(_CommandSettings):
+class StatusSettings(RouterClientSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
     """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
 
 
-class DefragmentSettings(_CommandSettings):
+class DefragmentSettings(LinkSettings):
     """Move the KV blocks that are held together, at each worker, while it goes on working."""
 
     scheduler: str = ""
@@ -245,7 +254,7 @@ class DefragmentSettings(_CommandSettings):
     machine, if it is the only one, else 127.0.0.1:50052."""
 
 
-class KvSettings(_CommandSettings):
+class KvSettings(RouterClientSettings):
     """Show who holds which KV blocks: a map of each worker's tiers, and its live sequences."""
 
     target: str = ""
@@ -263,7 +272,7 @@ class KvSettings(_CommandSettings):
     """Write JSON, with block tables and reference counts."""
 
 
-class MigrateSettings(_CommandSettings):
+class MigrateSettings(LinkSettings):
     """Move a live request with its KV to another worker; its output stays what it would be."""
 
     request_id: CliPositionalArg[str]
@@ -273,6 +282,15 @@ class MigrateSettings(_CommandSettings):
     scheduler: str = ""
     """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
     machine, if it is the only one."""
+
+
+class _CommandSettings(BaseSettings):
+    model_config = SettingsConfigDict(
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class ReplaySettings(_CommandSettings):
@@ -294,11 +312,7 @@ class ReplaySettings(_CommandSettings):
     @field_validator("policy_arg", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list | tuple):
-            return tuple(part for item in value for part in str(item).split(",") if part)
-        return value
+        return split_at_commas(value)
 
     @model_validator(mode="after")
     def _either_or(self) -> Self:

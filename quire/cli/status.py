@@ -12,7 +12,7 @@ from quire.cli.invocation import invocation
 from quire.cli.probe import Readiness, probe
 from quire.cli.service_dir import ServiceInfo, running_services
 from quire.cli.settings import StatusSettings
-from quire.client import Client
+from quire.cli.target import open_client
 from quire.types import Load
 from rpc.errors import QuireError
 from rpc.settings import parse_settings
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(StatusSettings, "quire status", argv)
     console = Console(highlight=False)
     if settings.target:
-        return 0 if _show_load(console, settings.target) else 1
+        return 0 if _show_load(console, settings.target, settings) else 1
     services = sorted(running_services(), key=lambda service: service.http_address)
     if not services:
         console.print(
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
             soft_wrap=True,
         )
         return 1
-    all_well = [_show_service(console, service) for service in services]
+    all_well = [_show_service(console, service, settings) for service in services]
     return 0 if all(all_well) else 1
 
 
-def _show_service(console: Console, service: ServiceInfo) -> bool:
+def _show_service(console: Console, service: ServiceInfo, settings: StatusSettings) -> bool:
     console.print(f"[bold]{escape(service.model_name)}[/bold]  {escape(service.model)}")
     console.print(
         f"HTTP {service.http_address}, gRPC {service.grpc_target}, supervisor pid {service.pid},"
@@ -57,14 +57,17 @@ def _show_service(console: Console, service: ServiceInfo) -> bool:
             process.http_address,
         )
     console.print(table)
-    is_loaded = _show_load(console, service.grpc_target)
+    is_loaded = _show_load(console, service.grpc_target, settings)
     return is_loaded and all(answer is not None and answer.ready for answer in answers)
 
 
 async def _probe_all(service: ServiceInfo) -> list[Readiness | None]:
     async with aiohttp.ClientSession() as session:
         return await asyncio.gather(
-            *(probe(session, process.http_address) for process in service.processes)
+            *(
+                probe(session, process.http_address, tls=service.has_tls)
+                for process in service.processes
+            )
         )
 
 
@@ -76,10 +79,10 @@ def _describe(readiness: Readiness | None) -> str:
     return f"[{colour}]{escape(readiness.status)}{percent}[/{colour}]"
 
 
-def _show_load(console: Console, target: str) -> bool:
+def _show_load(console: Console, target: str, settings: StatusSettings) -> bool:
     """Show the load that the router reports; give whether it did."""
     try:
-        with Client(target) as client:
+        with open_client(target, settings) as client:
             load = client.load(timeout_s=_TIMEOUT_S)
     except QuireError as error:
         console.print(

@@ -7,10 +7,14 @@ from typing import Final
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
 from quire.cli.service_dir import ServiceDirError, running_services
+from quire.cli.settings import RouterClientSettings
+from quire.client import Client
 from rpc.errors import UnavailableError
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
+_CONNECTED_BUT: Final = "--tls-"
+"""In gRPC's words as `rpc.tls.explain` completes them."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """How gRPC's own words begin; a router that is there, but not ready, has others."""
 
@@ -27,6 +31,11 @@ def find_target(target: str) -> str:
     return DEFAULT_TARGET
 
 
+def open_client(target: str, settings: RouterClientSettings) -> Client:
+    """Make a client of a router, with what the settings say of TLS and the API key."""
+    return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
+
+
 @contextlib.contextmanager
 def connection_errors(target: str) -> Iterator[None]:
     """Turn the failure to reach `target` into a CommandError that says what to do."""
@@ -35,6 +44,8 @@ def connection_errors(target: str) -> Iterator[None]:
     except UnavailableError as error:
         if not str(error).lower().startswith(_NO_CONNECTION):
             raise
+        if _CONNECTED_BUT in str(error):
+            raise CommandError(f"{target} cannot be talked to: {error}") from None
         quire = invocation()
         raise CommandError(
             f"nothing answers at {target}: `{quire} up` starts a service, `{quire} status` shows"

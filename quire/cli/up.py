@@ -67,8 +67,12 @@ def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
     print(f"{service.model_name} is already up, as it was started (pid {service.pid}).")
-    print(how_to_use(service.http_address, service.grpc_target, service.model_name))
-    return start_demo(service.grpc_target).wait() if settings.demo else 0
+    print(
+        how_to_use(
+            service.http_address, service.grpc_target, service.model_name, tls=service.has_tls
+        )
+    )
+    return start_demo(service.grpc_target, settings).wait() if settings.demo else 0
 
 
 def _supervise(
@@ -127,14 +131,18 @@ async def _welcome(
     """Show the start; once ready, tell how to use the service."""
     started_at = time.monotonic()
     try:
-        await wait_until_ready(_addresses(planned), display.show)
+        await wait_until_ready(_addresses(planned), display.show, tls=planned.has_tls)
     finally:
         display.close()
     supervisor.mark_started()
     print(f"{planned.model_name} is up after {time.monotonic() - started_at:.1f} s.")
-    print(how_to_use(planned.http_address, planned.grpc_target, planned.model_name))
+    print(
+        how_to_use(
+            planned.http_address, planned.grpc_target, planned.model_name, tls=planned.has_tls
+        )
+    )
     if settings.demo:
-        await wait_for(start_demo(planned.grpc_target))
+        await wait_for(start_demo(planned.grpc_target, settings))
     print("Ctrl-C stops it.", flush=True)
 
 
@@ -160,7 +168,7 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
 
     started_at = time.monotonic()
     try:
-        asyncio.run(wait_until_ready(_addresses(planned), display.show, check))
+        asyncio.run(wait_until_ready(_addresses(planned), display.show, check, tls=planned.has_tls))
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
@@ -168,9 +176,13 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
     finally:
         display.close()
     print(f"{planned.model_name} is up after {time.monotonic() - started_at:.1f} s (pid {pid}).")
-    print(how_to_use(planned.http_address, planned.grpc_target, planned.model_name))
+    print(
+        how_to_use(
+            planned.http_address, planned.grpc_target, planned.model_name, tls=planned.has_tls
+        )
+    )
     print(f"logs: {directory.log_dir}", flush=True)
-    return start_demo(planned.grpc_target).wait() if settings.demo else 0
+    return start_demo(planned.grpc_target, settings).wait() if settings.demo else 0
 
 
 def _become_daemon(
@@ -208,6 +220,7 @@ def _info(planned: Layout, directory: ServiceDir, running: Sequence[Running]) ->
         http_address=planned.http_address,
         grpc_target=planned.grpc_target,
         scheduler_target=planned.scheduler_target,
+        has_tls=planned.has_tls,
         log_dir=str(directory.log_dir),
         processes=tuple(
             ServiceProcess(each.spec.name, each.spec.http_address, each.pid, each.num_restarts)

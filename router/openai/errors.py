@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape: the JSON, the HTTP status and the headers of a refusal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
@@ -23,6 +24,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 
 _STATUS_TO_TYPE = {
     401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -73,7 +75,7 @@ def error_response(error: QuireError) -> web.Response:
         content_type="application/json",
     )
     if isinstance(error, TooBusyError):
-        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))  # whole seconds
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole
     return response
 
 

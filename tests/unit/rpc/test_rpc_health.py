@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc import health_service
 from rpc.channel import open_channel
+from rpc.grpc_server import Service
 from rpc.health import Health
-from rpc.server import Service
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,166 @@
+"""Quotas of tenants: requests and tokens per minute, requests and tokens at once.
+
+Each router counts for itself. A request is charged for its prompt and for the most that it may
+produce when it begins; what it did not produce is given back when it ends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from rpc.errors import InvalidArgumentError, TooBusyError
+
+_MINUTE_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use; None: as much as it likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs together."""
+    max_concurrent_requests: int | None = None
+    max_tokens_in_flight: int | None = None
+    """Of live requests' prompts and the most that they may produce: what KV they may come to."""
+
+
+class TokenBucket:
+    """A rate with an allowance of one minute: full at first, refilled steadily, may be in debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.capacity = float(per_minute)
+        self._level = self.capacity
+        self._at = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Say in how many seconds `amount`, or if it is more than fits, all, will be there."""
+        self._refill(now)
+        lacking = min(amount, self.capacity) - self._level
+        return max(0.0, lacking) * _MINUTE_S / self.capacity
+
+    def take(self, amount: float, now: float) -> None:
+        """Take `amount`, be it more than there is."""
+        self._refill(now)
+        self._level -= amount
+
+    def give_back(self, amount: float) -> None:
+        """Undo a part of `take`."""
+        self._level = min(self.capacity, self._level + amount)
+
+    def _refill(self, now: float) -> None:
+        gained = (now - self._at) * self.capacity / _MINUTE_S
+        self._level = min(self.capacity, self._level + gained)
+        self._at = now
+
+
+@dataclass(slots=True, eq=False)
+class Meter:
+    """What one tenant uses, against its quota. Times are on one clock, in seconds."""
+
+    tenant: str
+    quota: Quota
+    now: float
+    """When it was made."""
+    num_live: int = 0
+    num_tokens_in_flight: int = 0
+    _requests: TokenBucket | None = field(init=False, default=None)
+    _tokens: TokenBucket | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.quota.requests_per_minute is not None:
+            self._requests = TokenBucket(self.quota.requests_per_minute, self.now)
+        if self.quota.tokens_per_minute is not None:
+            self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
+
+    def begin(self, now: float) -> "Lease":
+        """Count a request, until its lease ends.
+
+        Raises:
+            TooBusyError: That is one more than the quota has; nothing is counted.
+        """
+        limit = self.quota.max_concurrent_requests
+        if limit is not None and self.num_live >= limit:
+            raise TooBusyError(
+                f"tenant {self.tenant!r} has {self.num_live} live requests;"
+                f" max_concurrent_requests is {limit}"
+            )
+        if self._requests is not None:
+            if wait_s := self._requests.wait_s(1, now):
+                raise TooBusyError(
+                    f"tenant {self.tenant!r} has used up its requests_per_minute,"
+                    f" {self.quota.requests_per_minute}",
+                    wait_s,
+                )
+            self._requests.take(1, now)
+        self.num_live += 1
+        return Lease(self)
+
+    def reserve(self, num_tokens: int, now: float) -> None:
+        """Charge what a request may come to; see `Lease`."""
+        limit = self.quota.max_tokens_in_flight
+        if limit is not None:
+            if num_tokens > limit:
+                raise InvalidArgumentError(
+                    "max_tokens",
+                    f"makes this request one of {num_tokens} tokens, prompt and outputs; the"
+                    f" max_tokens_in_flight of tenant {self.tenant!r} is {limit}",
+                )
+            if self.num_tokens_in_flight + num_tokens > limit:
+                raise TooBusyError(
+                    f"tenant {self.tenant!r} has {self.num_tokens_in_flight} tokens in flight and"
+                    f" wants {num_tokens} more; max_tokens_in_flight is {limit}"
+                )
+        if self._tokens is not None:
+            # More than a minute's may begin with a full minute, and is paid off after it.
+            if wait_s := self._tokens.wait_s(num_tokens, now):
+                raise TooBusyError(
+                    f"tenant {self.tenant!r} has not {num_tokens} tokens left of its"
+                    f" tokens_per_minute, {self.quota.tokens_per_minute}",
+                    wait_s,
+                )
+            self._tokens.take(num_tokens, now)
+        self.num_tokens_in_flight += num_tokens
+
+    def settle(self, num_reserved: int, num_used: int) -> None:
+        """Count a request no more; give back what it has not used."""
+        self.num_live -= 1
+        self.num_tokens_in_flight -= num_reserved
+        if self._tokens is not None:
+            self._tokens.give_back(num_reserved - num_used)
+
+
+class Lease:
+    """What one request has of its tenant's quota, from its beginning to its end."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._num_reserved = 0
+
+    def reserve(self, num_tokens: int, now: float) -> None:
+        """Charge the prompt and the most that is produced, once.
+
+        Raises:
+            InvalidArgumentError: The quota never has so much.
+            TooBusyError: It has not so much now.
+        """
+        self._meter.reserve(num_tokens, now)
+        self._num_reserved = num_tokens
+
+    def end(self, num_tokens: int) -> None:
+        """Give back all but `num_tokens`, which were used; called once."""
+        self._meter.settle(self._num_reserved, num_tokens)
+
+
+class Quotas:
+    """The tenants' meters. A tenant without a quota is not counted."""
+
+    def __init__(self, tenant_to_quota: Mapping[str, Quota], now: float) -> None:
+        self._meters = {
+            tenant: Meter(tenant, quota, now) for tenant, quota in tenant_to_quota.items()
+        }
+        self._unlimited = Meter("", Quota(), now)
+
+    def begin(self, tenant: str, now: float) -> Lease:
+        """See `Meter`."""
+        return self._meters.get(tenant, self._unlimited).begin(now)

@@ -1,0 +1,90 @@
+"""A gRPC server as every process has it: limits, interceptors, TLS, and where it listens."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rpc import telemetry
+from rpc.settings import ProcessSettings
+from rpc.status import ErrorInterceptor
+from rpc.tls import server_credentials
+from rpc.transport import server_options
+
+
+class CannotListenError(Exception):
+    """An address is taken, or not this machine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One gRPC service: its full proto name, and what registers its servicer."""
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+
+
+def make_grpc_server(
+    settings: ProcessSettings,
+    services: Sequence[Service],
+    interceptors: Sequence[Any] = (),
+) -> grpc.aio.Server:
+    """Make a server that does not listen yet.
+
+    `interceptors` are inside of those for trace context and errors: a handler that they give may
+    raise a QuireError.
+    """
+    server = grpc.aio.server(
+        options=server_options(
+            settings.max_message_mb, settings.max_metadata_kb, settings.max_concurrent_streams
+        ),
+        interceptors=[telemetry.TraceInterceptor(), ErrorInterceptor(), *interceptors],
+    )
+    for service in services:
+        service.add(server)
+    return server
+
+
+async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) -> str:
+    """Listen as the settings say; return the target, with the port that was chosen.
+
+    A Unix socket has no TLS: its permissions say who may connect.
+
+    Raises:
+        CannotListenError: The address cannot be had.
+    """
+    tls = settings.server_tls
+    if settings.uds is not None:
+        tls = None
+        address = f"unix:{settings.uds.absolute()}"
+        if _is_listened_to(settings.uds):
+            raise CannotListenError(f"gRPC cannot listen on {address}: it is taken")
+    else:
+        address = join(settings.host, settings.grpc_port)
+    try:
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(tls))
+    except RuntimeError:
+        raise CannotListenError(
+            f"gRPC cannot listen on {address}: it is taken or not here"
+        ) from None
+    await server.start()
+    return address if settings.uds is not None else join(settings.host, port)
+
+
+def join(host: str, port: int) -> str:
+    """Write an address as gRPC and URLs want it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_listened_to(uds: Path) -> bool:
+    # gRPC removes a socket that it finds at its path, be it a dead process's or a living one's.
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(os.fspath(uds)) == 0
