@@ -22,6 +22,7 @@ from scheduler_svc.wire.worker import (
     result_from_proto,
     worker_info_from_proto,
 )
+from scheduler_svc.worker_ledger import WorkerLedger
 
 _ATTACH_TIMEOUT_S = 10.0
 
@@ -83,6 +84,7 @@ class WorkerLink:
         self._in_flight: deque[_SentStep] = deque()
         self._results: deque[TimedResult] = deque()
         self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._ledger = WorkerLedger(info)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
@@ -92,6 +94,7 @@ class WorkerLink:
         """Send the batch for `plan`; at most two steps are in flight, so the queue is short."""
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
+        self._ledger.sent(plan)
         self._batches.put_nowait(batch)
         if self._watchdog is None:
             self._watch()
@@ -175,6 +178,7 @@ class WorkerLink:
             )
         with timeline.span("decode the result"):
             result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
+            self._ledger.check(result)
         sent = self._in_flight.popleft()
         if timeline.is_on():
             timeline.add(

@@ -20,6 +20,12 @@ _KV_COMMANDS = tuple(field.name for field in worker_pb2.KvCommands.DESCRIPTOR.fi
 """Lists of blocks; they have the same names in a plan."""
 
 
+_MAX_NUM_SEQS = 2**16
+_MAX_BLOCKS = 2**24
+_MAX_BLOCK_SIZE = 2**16
+_MAX_TOKENS = 2**32
+"""The core keeps arrays of these sizes: what a worker says must not exhaust the scheduler."""
+
 _NO_LOGPROB = common_pb2.TokenLogprob()
 
 
@@ -64,15 +70,33 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         instance_id=message.instance_id,
         takes_kv=message.takes_kv,
     )
-    for field, value in (
-        ("model.max_model_len", info.model.max_model_len),
-        ("model.vocab_size", info.model.vocab_size),
-        ("max_num_seqs", info.max_num_seqs),
-        ("num_blocks", info.num_blocks),
-        ("block_size", info.block_size),
+    for field, value, least, most in (
+        ("model.max_model_len", info.model.max_model_len, 1, 2**31 - 1),
+        ("model.vocab_size", info.model.vocab_size, 1, 2**31 - 1),
+        ("max_num_seqs", info.max_num_seqs, 1, _MAX_NUM_SEQS),
+        ("max_num_batched_tokens", info.max_num_batched_tokens, 1, 2**31 - 1),
+        ("num_blocks", info.num_blocks, 1, _MAX_BLOCKS),
+        ("num_host_blocks", info.num_host_blocks, 0, _MAX_BLOCKS),
+        ("num_disk_blocks", info.num_disk_blocks, 0, _MAX_BLOCKS),
+        ("block_size", info.block_size, 1, _MAX_BLOCK_SIZE),
     ):
-        if value < 1:
-            raise InvalidArgumentError(f"worker.{field}", f"is {value}; it must be at least 1")
+        if not least <= value <= most:
+            raise InvalidArgumentError(
+                f"worker.{field}", f"is {value}; it must be in [{least}, {most}]"
+            )
+    for token_id in info.model.eos_token_ids:
+        if token_id >= info.model.vocab_size:
+            raise InvalidArgumentError(
+                "worker.model.eos_token_ids",
+                f"has {token_id}; ids must be in [0, {info.model.vocab_size})",
+            )
+    num_tokens = min(info.model.max_model_len, info.num_blocks * info.block_size)
+    if info.max_num_seqs * num_tokens > _MAX_TOKENS:
+        raise InvalidArgumentError(
+            "worker.max_num_seqs",
+            f"is {info.max_num_seqs}, of up to {num_tokens} tokens each; the product must be at"
+            f" most {_MAX_TOKENS}",
+        )
     for field, rate in (
         ("swap_bytes_per_s", info.swap_bytes_per_s),
         ("prefill_tokens_per_s", info.prefill_tokens_per_s),

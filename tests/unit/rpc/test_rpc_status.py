@@ -22,6 +22,7 @@ TABLE = [
     errors.AlreadyExistsError("request 'r' is live"),
     errors.TooBusyError("256 requests wait; at most 256 may", retry_after_s=2.5),
     errors.UnavailableError("draining"),
+    errors.PermissionDeniedError("the key is another tenant's"),
     errors.DeadlineExceededError("0.1 s have passed"),
     errors.FailedPreconditionError("epoch 1 is older than 2"),
     errors.UnimplementedError("beam_width is not supported"),

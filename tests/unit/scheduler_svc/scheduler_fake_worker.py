@@ -240,7 +240,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                         index=index,
                         logprob=common_pb2.TokenLogprob(
                             logprob=-float(token_id),
-                            top_token_ids=range(self.num_top_logprobs),
+                            top_token_ids=[i % VOCAB_SIZE for i in range(self.num_top_logprobs)],
                             top_logprobs=[-1.0] * self.num_top_logprobs,
                         ),
                     )

@@ -1,0 +1,132 @@
+"""What a worker owes for the steps that it was sent: an answer that differs is wrong, or a lie.
+
+The core takes results for granted: a row too many, or twice, would break its books, and with them
+every worker's requests. Here they are held against the plans. Which tokens a row samples only the
+worker knows; which rows sample, and which blocks move, it has been told.
+"""
+
+import numpy as np
+
+from quire.v1 import common_pb2
+from rpc.errors import InvalidArgumentError
+from scheduler_svc.core.plan import Int32Array, StepId, StepPlan
+from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.wire.arrays import check_below
+from scheduler_svc.wire.worker import WorkerResult
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class WorkerLedger:
+    """Follows the plans sent on one link, and checks their outcomes; costs work per array."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._vocab_size = info.model.vocab_size
+        # A row samples in the steps [first, last].
+        self._first = np.full(info.max_num_seqs, _NEVER, np.int64)
+        self._last = np.zeros(info.max_num_seqs, np.int64)
+        self._num_left = np.zeros(info.max_num_seqs, np.int32)
+        """Known tokens that a row has to compute before it samples."""
+        self._num_samples = np.zeros(info.max_num_seqs, np.int32)
+        self._swap_ins: dict[StepId, set[int]] = {}
+        """Device blocks, of the steps that have some."""
+        self._stores: set[int] = set()
+        """Disk blocks that are being filled."""
+        self._loads: set[int] = set()
+        """Host blocks that are being filled from the disk."""
+
+    def sent(self, plan: StepPlan) -> None:
+        """Note a plan that goes out; plans come in the order of their steps."""
+        step, released = plan.step_id, plan.released_rows
+        self._last[released] = np.minimum(self._last[released], step - 1)
+        for new in plan.new_sequences:
+            num_known = len(new.token_ids)
+            self._num_left[new.row] = num_known - new.num_computed_tokens
+            self._num_samples[new.row] = new.max_total_tokens - num_known
+            self._first[new.row] = _NEVER
+        if plan.chunk_rows.size:
+            self._num_left[plan.chunk_rows] -= plan.chunk_lens
+            done = plan.chunk_rows[self._num_left[plan.chunk_rows] == 0]
+            self._first[done] = step
+            self._last[done] = step + self._num_samples[done] - 1
+        if plan.swap_in_dst_block_ids.size:
+            self._swap_ins[step] = set(plan.swap_in_dst_block_ids.tolist())
+        self._stores.update(plan.disk_store_dst_block_ids.tolist())
+        self._loads.update(plan.disk_load_dst_block_ids.tolist())
+
+    def check(self, result: WorkerResult) -> None:
+        """Take the result of the oldest plan that has none.
+
+        Raises:
+            InvalidArgumentError: It is not one of that plan. The worker is not to be used further.
+        """
+        outcome = result.outcome
+        check_below(outcome.sampled_token_ids, "sampled_token_ids", self._vocab_size, "vocab_size")
+        ended = (outcome.failed_rows, outcome.stuck_rows)
+        self._check_rows(outcome.step_id, np.concatenate((outcome.sampled_rows, *ended)))
+        stopped = outcome.stopped_rows
+        if stopped.size and not _is_part(stopped, outcome.sampled_rows):
+            raise InvalidArgumentError(
+                "stopped_rows", "has a row twice, or one that did not sample"
+            )
+        for rows in (stopped, *ended):
+            self._last[rows] = outcome.step_id
+        self._check_logprobs(result)
+        swapped_in = self._swap_ins.pop(outcome.step_id, set())
+        _take(swapped_in, outcome.failed_swap_in_block_ids, "failed_swap_in_block_ids")
+        _take(self._stores, outcome.stored_disk_block_ids, "stored_disk_block_ids")
+        _take(self._stores, outcome.failed_disk_block_ids, "failed_disk_block_ids")
+        _take(self._loads, outcome.loaded_host_block_ids, "loaded_host_block_ids")
+        _take(self._loads, outcome.failed_host_block_ids, "failed_host_block_ids")
+
+    def _check_logprobs(self, result: WorkerResult) -> None:
+        num_sampled = result.outcome.sampled_rows.size
+        for item in result.logprobs:
+            if item.index >= num_sampled:
+                raise InvalidArgumentError(
+                    "logprobs.index", f"is {item.index}; it must be in [0, {num_sampled})"
+                )
+            self._check_top(item.logprob)
+        for scores in result.prompt_logprobs:
+            if scores.row >= self._first.size:
+                raise InvalidArgumentError(
+                    "prompt_logprobs.row", f"is {scores.row}; it must be in [0, {self._first.size})"
+                )
+            for logprob in scores.logprobs:
+                self._check_top(logprob)
+
+    def _check_top(self, logprob: common_pb2.TokenLogprob) -> None:
+        token_ids = logprob.top_token_ids
+        if len(token_ids) != len(logprob.top_logprobs):
+            raise InvalidArgumentError(
+                "top_logprobs",
+                f"has {len(logprob.top_logprobs)} entries; it must have {len(token_ids)}",
+            )
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise InvalidArgumentError(
+                "top_token_ids", f"has {max(token_ids)}; ids must be below {self._vocab_size}"
+            )
+
+    def _check_rows(self, step: StepId, rows: Int32Array) -> None:
+        expected = np.flatnonzero((self._first <= step) & (self._last >= step))
+        if not np.array_equal(np.sort(rows), expected):
+            odd = np.setxor1d(rows, expected)
+            problem = f"first of them {odd[0]}" if odd.size else "some of them twice"
+            raise InvalidArgumentError(
+                "sampled_rows",
+                f"and those that could not sample are {rows.size}; the step has {expected.size}"
+                f" rows that sample, and they differ, {problem}",
+            )
+
+
+def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
+    found = np.isin(rows, of_rows)
+    return bool(found.all()) and np.unique(rows).size == rows.size
+
+
+def _take(expected: set[int], block_ids: Int32Array, field: str) -> None:
+    """Take blocks out of a set that must have them."""
+    for block in block_ids.tolist():
+        if block not in expected:
+            raise InvalidArgumentError(field, f"has block {block}; no such move is under way")
+        expected.remove(block)
