@@ -63,7 +63,10 @@ class WorkerLedger:
         outcome = result.outcome
         check_below(outcome.sampled_token_ids, "sampled_token_ids", self._vocab_size, "vocab_size")
         ended = (outcome.failed_rows, outcome.stuck_rows)
-        self._check_rows(outcome.step_id, np.concatenate((outcome.sampled_rows, *ended)))
+        rows = outcome.sampled_rows
+        if any(more.size for more in ended):
+            rows = np.concatenate((rows, *ended))
+        self._check_rows(outcome.step_id, rows)
         stopped = outcome.stopped_rows
         if stopped.size and not _is_part(stopped, outcome.sampled_rows):
             raise InvalidArgumentError(
@@ -108,14 +111,14 @@ class WorkerLedger:
             )
 
     def _check_rows(self, step: StepId, rows: Int32Array) -> None:
-        expected = np.flatnonzero((self._first <= step) & (self._last >= step))
-        if not np.array_equal(np.sort(rows), expected):
-            odd = np.setxor1d(rows, expected)
-            problem = f"first of them {odd[0]}" if odd.size else "some of them twice"
+        expected = (self._first <= step) & (self._last >= step)
+        counts = np.bincount(rows, minlength=expected.size)
+        if not (counts == expected).all():
+            row = int(np.flatnonzero(counts != expected)[0])
             raise InvalidArgumentError(
                 "sampled_rows",
-                f"and those that could not sample are {rows.size}; the step has {expected.size}"
-                f" rows that sample, and they differ, {problem}",
+                f"and those that could not sample have row {row} {counts[row]} times; it must be"
+                f" {int(expected[row])}, by the steps sent",
             )
 
 

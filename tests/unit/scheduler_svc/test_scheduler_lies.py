@@ -112,16 +112,16 @@ def endless_step(result):
 
 
 LIES = {
-    twice: "sampled_rows .* twice",
-    row_of_nobody: "sampled_rows .* differ, first of them 60",
+    twice: "sampled_rows .* 2 times; it must be 1",
+    row_of_nobody: "sampled_rows .* row 60 1 times; it must be 0",
     row_out_of_range: r"sampled_rows\[\d+\] is 64; it must be in \[0, 64\)",
     negative_row: r"stopped_rows\[0\] is -1",
-    nothing_sampled: "sampled_rows .* are 0",
+    nothing_sampled: "sampled_rows .* 0 times; it must be 1",
     token_out_of_range: rf"sampled_token_ids\[0\] is {VOCAB_SIZE}",
     negative_token: r"sampled_token_ids\[0\] is -1",
     stop_of_nobody: "stopped_rows has a row twice",
     stop_twice: "stopped_rows has a row twice",
-    failed_and_sampled: "sampled_rows .* twice",
+    failed_and_sampled: "sampled_rows .* 2 times; it must be 1",
     swap_in_never_asked_for: "failed_swap_in_block_ids has block 3; no such move",
     store_never_asked_for: "stored_disk_block_ids has block 3; no such move",
     load_never_asked_for: f"loaded_host_block_ids has block {2**30}; no such move",
