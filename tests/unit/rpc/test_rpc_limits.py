@@ -1,0 +1,65 @@
+"""What is too large is refused, with the limit in the answer."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rpc.channel import open_channel
+
+CHECK = health_pb2.HealthCheckRequest()
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_oversized_metadata_is_refused(run_server, settings):
+    settings = settings.model_copy(update={"max_metadata_kb": 4})
+    async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert await stub.Check(CHECK, metadata=[("x-long", "a" * 3000)], timeout=10)
+        error = await failure(stub.Check(CHECK, metadata=[("x-long", "a" * 5000)], timeout=10))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4096" in error.details()
+        assert await stub.Check(CHECK, timeout=10), "the connection goes on"
+
+
+async def test_oversized_message_is_refused(run_server, settings):
+    settings = settings.model_copy(update={"max_message_mb": 1})
+    async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="s" * (2**20 + 1))
+        error = await failure(stub.Check(request, timeout=10))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(2**20) in error.details()
+
+
+async def test_calls_beyond_the_streams_of_a_connection_wait(run_server, settings):
+    settings = settings.model_copy(update={"max_concurrent_streams": 1})
+    async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(CHECK)
+        await watch.read()  # it has the one stream
+        waiting = asyncio.ensure_future(stub.Check(CHECK, timeout=10))
+        error = await failure(stub.Check(CHECK, timeout=0.2))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        watch.cancel()
+        assert await waiting
+
+
+@pytest.mark.parametrize("reflection", [True, False])
+async def test_reflection_can_be_turned_off(run_server, settings, reflection):
+    settings = settings.model_copy(update={"reflection": reflection})
+    async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = stub.ServerReflectionInfo(iter([request]))
+        if reflection:
+            assert (await call.read()).list_services_response.service
+        else:
+            assert (await failure(call.read())).code() is grpc.StatusCode.UNIMPLEMENTED

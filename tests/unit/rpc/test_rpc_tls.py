@@ -1,0 +1,175 @@
+"""Servers and channels with certificates: who gets in, and what who does not is told."""
+
+import ssl
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpc.channel import open_blocking_channel, open_channel
+from rpc.errors import UnavailableError
+from rpc.settings import ProcessSettings, parse_settings
+from rpc.status import status_to_error
+from rpc.tls import ClientTls
+from tests.certificates import Authority
+
+CHECK = health_pb2.HealthCheckRequest()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def process(ours):
+    return ours.issue("process")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("theirs")).issue("stranger")
+
+
+def client_tls(files, ca=None, **more):
+    return ClientTls(ca or files.ca, files.cert, files.key, **more)
+
+
+async def check(target, tls):
+    async with open_channel(target, tls=tls) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=10)
+        return response.status
+
+
+async def refusal(target, tls):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await check(target, tls)
+    error = status_to_error(caught.value)
+    assert isinstance(error, UnavailableError)
+    return str(error)
+
+
+async def test_both_ends_show_certificates(run_server, process):
+    async with run_server(ProcessSettings(**process.as_peer)) as addresses:
+        assert await check(addresses.grpc, client_tls(process))
+        with open_blocking_channel(addresses.grpc, tls=client_tls(process)) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            # In its own thread: the server's event loop is this one.
+            call = stub.Check.future(CHECK, timeout=10)
+            while not call.done():
+                await check(addresses.grpc, client_tls(process))
+            assert call.result().status
+
+
+async def test_client_without_certificate_gets_in_only_where_none_is_asked_for(run_server, process):
+    async with run_server(ProcessSettings(**process.as_server)) as addresses:
+        assert await check(addresses.grpc, ClientTls(process.ca))
+    async with run_server(ProcessSettings(**process.as_peer)) as addresses:
+        assert "--tls-cert" in await refusal(addresses.grpc, ClientTls(process.ca))
+
+
+async def test_client_certificate_of_the_wrong_authority_is_refused(run_server, process, stranger):
+    async with run_server(ProcessSettings(**process.as_peer)) as addresses:
+        assert await refusal(addresses.grpc, client_tls(stranger, ca=process.ca))
+        assert await check(addresses.grpc, client_tls(process)), "others still get in"
+
+
+async def test_server_of_the_wrong_authority_is_not_believed(run_server, process, stranger):
+    async with run_server(ProcessSettings(**stranger.as_server)) as addresses:
+        assert "no authority in --tls-ca" in await refusal(addresses.grpc, ClientTls(process.ca))
+
+
+async def test_server_with_another_name_is_not_believed(run_server, ours):
+    elsewhere = ours.issue("elsewhere", "quire.internal")
+    async with run_server(ProcessSettings(**elsewhere.as_server)) as addresses:
+        assert "--tls-server-name" in await refusal(addresses.grpc, ClientTls(ours.ca))
+        named = ClientTls(ours.ca, server_name="quire.internal")
+        assert await check(addresses.grpc, named)
+
+
+async def test_plain_text_to_a_tls_port_is_refused(run_server, process):
+    async with run_server(ProcessSettings(**process.as_server)) as addresses:
+        assert "--tls-ca" in await refusal(addresses.grpc, None)
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{addresses.http}/health")
+
+
+async def test_tls_to_a_plain_port_says_so(run_server, process):
+    async with run_server(ProcessSettings()) as addresses:
+        assert "speaks no TLS" in await refusal(addresses.grpc, ClientTls(process.ca))
+
+
+async def test_unix_socket_has_no_tls(run_server, process, settings):
+    settings = settings.model_copy(update=process.as_peer)
+    async with run_server(settings) as addresses:
+        assert await check(addresses.grpc, client_tls(process))
+        assert await check(addresses.grpc, None)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+async def test_http_asks_for_a_certificate_except_by_probes(run_server, process, stranger, path):
+    def context(files=None):
+        made = ssl.create_default_context(cafile=process.ca)
+        if files is not None:
+            made.load_cert_chain(files.cert, files.key)
+        return made
+
+    async with (
+        run_server(ProcessSettings(**process.as_peer)) as addresses,
+        aiohttp.ClientSession(f"https://{addresses.http}") as session,
+    ):
+        async with session.get(path, ssl=context(process)) as response:
+            assert response.status in (200, 503)
+        async with session.get(path, ssl=context()) as response:
+            assert (response.status == 401) == (path == "/metrics")
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(path, ssl=context(stranger))
+
+
+async def test_certificate_that_is_replaced_counts_at_the_next_connection(run_server, tmp_path):
+    authority = Authority(tmp_path / "ca")
+    files = authority.issue("process", "before", "127.0.0.1")
+    tls = ClientTls(authority.ca, server_name="after")
+    async with run_server(ProcessSettings(**files.as_server)) as addresses:
+        await refusal(addresses.grpc, tls)
+        files.cert.write_text("half a cert")
+        assert await check(addresses.grpc, ClientTls(authority.ca)), "the old one goes on"
+        authority.issue("process", "after", "127.0.0.1")
+        assert await check(addresses.grpc, tls)
+        context = ssl.create_default_context(cafile=authority.ca)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(
+                f"https://{addresses.http}/health", ssl=context, server_hostname="after"
+            ) as response,
+        ):
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--tls-cert={cert}"], "--tls-cert and --tls-key need each other"),
+        (["--tls-cert={cert}", "--tls-key={other_key}"], "key values mismatch"),
+        (["--tls-cert={cert}", "--tls-key={cert}"], "certificate {cert} with key {cert}: "),
+        (["--tls-cert={cert}", "--tls-key=/nowhere"], "No such file or directory"),
+        (["--tls-ca=/nowhere"], "authorities /nowhere: No such file"),
+        (["--tls-ca={key}"], "authorities {key}: "),
+        (["--tls-client-ca={ca}"], "--tls-client-ca needs --tls-cert"),
+        (["--tls-server-name=quire"], "--tls-server-name needs --tls-ca"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named_at_the_start(
+    process, stranger, capsys, flags, problem
+):
+    names = {
+        "cert": process.cert,
+        "key": process.key,
+        "ca": process.ca,
+        "other_key": stranger.key,
+    }
+    with pytest.raises(SystemExit):
+        parse_settings(ProcessSettings, "p", [flag.format(**names) for flag in flags])
+    assert problem.format(**names) in capsys.readouterr().err
