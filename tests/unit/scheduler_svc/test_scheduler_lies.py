@@ -194,9 +194,7 @@ async def test_requests_of_a_worker_that_always_lies_are_served_by_the_other(
         ("model", {"eos_token_ids": [VOCAB_SIZE]}, f"eos_token_ids has {VOCAB_SIZE}"),
     ],
 )
-async def test_worker_of_absurd_size_is_not_attached(
-    folder, worker, capsys, field, value, problem
-):
+async def test_worker_of_absurd_size_is_not_attached(folder, worker, capsys, field, value, problem):
     if isinstance(value, dict):
         model = worker_pb2.WorkerInfo(model=value).model
         if "vocab_size" in value:

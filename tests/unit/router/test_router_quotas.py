@@ -1,0 +1,99 @@
+"""Quotas: what is counted when, what is given back, and when to come again."""
+
+import pytest
+
+from router.quotas import Quota, Quotas, TokenBucket
+from rpc.errors import InvalidArgumentError, TooBusyError
+
+
+def quotas(**limits):
+    return Quotas({"a": Quota(**limits)}, now=0.0)
+
+
+def test_bucket_is_full_at_first_and_refills_in_a_minute():
+    bucket = TokenBucket(60, now=100.0)
+    bucket.take(60, 100.0)
+    assert bucket.wait_s(1, 100.0) == pytest.approx(1.0)
+    assert bucket.wait_s(30, 115.0) == pytest.approx(15.0)
+    assert bucket.wait_s(60, 160.0) == 0
+    bucket.take(60, 1000.0)
+    assert bucket.wait_s(1, 1000.0) == pytest.approx(1.0), "it holds no more than a minute's"
+
+
+def test_more_than_a_minutes_begins_with_a_full_bucket_and_is_paid_off():
+    bucket = TokenBucket(60, now=0.0)
+    assert bucket.wait_s(90, 0.0) == 0
+    bucket.take(90, 0.0)
+    assert bucket.wait_s(1, 0.0) == pytest.approx(31.0)
+    assert bucket.wait_s(90, 0.0) == pytest.approx(90.0)
+
+
+def test_requests_per_minute_say_when_to_come_again():
+    quota = quotas(requests_per_minute=2)
+    for _ in range(2):
+        quota.begin("a", 0.0).end(0)
+    with pytest.raises(TooBusyError, match=r"'a' .* requests_per_minute, 2") as caught:
+        quota.begin("a", 10.0)
+    assert caught.value.retry_after_s == pytest.approx(20.0)
+    quota.begin("a", 30.0)
+    with pytest.raises(TooBusyError):
+        quota.begin("a", 30.0)
+
+
+def test_a_refused_request_is_not_counted():
+    quota = quotas(max_concurrent_requests=1, requests_per_minute=2)
+    lease = quota.begin("a", 0.0)
+    for _ in range(5):
+        with pytest.raises(TooBusyError, match="max_concurrent_requests is 1"):
+            quota.begin("a", 0.0)
+    lease.end(0)
+    quota.begin("a", 0.0)
+
+
+def test_tokens_that_were_not_produced_are_given_back():
+    quota = quotas(tokens_per_minute=600)
+    lease = quota.begin("a", 0.0)
+    lease.reserve(600, 0.0)
+    other = quota.begin("a", 0.0)
+    with pytest.raises(TooBusyError, match="tokens_per_minute, 600") as caught:
+        other.reserve(100, 0.0)
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    lease.end(500)
+    other.reserve(100, 0.0)
+    with pytest.raises(TooBusyError):
+        quota.begin("a", 0.0).reserve(1, 0.0)
+
+
+def test_tokens_in_flight_are_bounded_and_come_back():
+    quota = quotas(max_tokens_in_flight=100)
+    first, second = quota.begin("a", 0.0), quota.begin("a", 0.0)
+    first.reserve(60, 0.0)
+    with pytest.raises(TooBusyError, match="60 tokens in flight and wants 41 more"):
+        second.reserve(41, 0.0)
+    first.end(10)
+    second.reserve(100, 0.0)
+
+
+def test_request_that_never_fits_is_the_callers_fault():
+    with pytest.raises(InvalidArgumentError, match=r"max_tokens makes .* 101 .* is 100"):
+        quotas(max_tokens_in_flight=100).begin("a", 0.0).reserve(101, 0.0)
+
+
+def test_what_was_refused_leaves_nothing_behind():
+    quota = quotas(max_tokens_in_flight=100, tokens_per_minute=100, max_concurrent_requests=2)
+    for _ in range(10):
+        lease = quota.begin("a", 0.0)
+        with pytest.raises(InvalidArgumentError):
+            lease.reserve(101, 0.0)
+        lease.end(0)
+    quota.begin("a", 0.0).reserve(100, 0.0)
+
+
+def test_tenants_do_not_share_and_one_without_a_quota_is_free():
+    quota = Quotas(
+        {"a": Quota(max_concurrent_requests=1), "b": Quota(max_concurrent_requests=1)}, 0.0
+    )
+    quota.begin("a", 0.0)
+    quota.begin("b", 0.0)
+    for _ in range(100):
+        quota.begin("c", 0.0).reserve(10**9, 0.0)
