@@ -20,6 +20,8 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
 from rpc.packing import pack_int32
 from rpc.status import ErrorInterceptor
+from rpc.tls import ClientTls, ServerTls, server_credentials
+from tests.certificates import Authority
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64
 LIMITS = Limits(2, 32, 16, 4, 4, 97, num_host_blocks=NUM_BLOCKS)
@@ -56,21 +58,27 @@ class Steps:
 
 
 @contextlib.asynccontextmanager
-async def serving(path, pool, dtype="float32", **fields):
+async def serving(path, pool, dtype="float32", *, files=None, **fields):
     info = WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **fields)
-    service = WorkerService()
+    tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
+    service = WorkerService(tls)
     service.open(info, Steps(pool))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     service.service().add(server)
-    server.add_insecure_port(f"unix:{path}")
+    target = f"unix:{path}"
+    if files is None:
+        server.add_insecure_port(target)
+    else:
+        credentials = server_credentials(ServerTls(files.cert, files.key, files.ca))
+        target = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
     await server.start()
-    async with open_channel(f"unix:{path}") as channel:
+    async with open_channel(target, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         attached = await stub.Attach(worker_pb2.AttachRequest(epoch=3))
         yield SimpleNamespace(
             stub=stub,
             pool=pool,
-            target=f"unix:{path}",
+            target=target,
             instance_id=attached.worker.instance_id,
             kv_format=info.kv_format,
         )
@@ -99,6 +107,21 @@ async def pull(target, source, sources, targets, epoch=3):
             host_block_ids=pack_int32(targets),
         )
     )
+
+
+async def test_workers_show_each_other_their_certificates(tmp_path):
+    ours = Authority(tmp_path / "ours").issue("worker")
+    theirs = Authority(tmp_path / "theirs").issue("worker")
+    async with (
+        serving(None, make_pool(1), files=ours) as source,
+        serving(None, make_pool(2), files=ours) as target,
+        serving(None, make_pool(3), files=theirs) as stranger,
+    ):
+        await pull(target, source, [4, 2], [9, 3])
+        assert target.pool.read(blocks(9, 3)) == source.pool.read(blocks(4, 2))
+        for taker, giver in ((stranger, source), (target, stranger)):
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot read from"):
+                await pull(taker, giver, [4, 2], [9, 3])
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3 * BLOCK_BYTES, 1 << 20])
