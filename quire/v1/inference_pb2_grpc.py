@@ -44,7 +44,9 @@ class InferenceServiceStub(object):
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    do is the scheduler's policy; by default requests are served in the order in which they come. A router
+    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
+    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
     call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
@@ -110,7 +112,9 @@ class InferenceServiceServicer(object):
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    do is the scheduler's policy; by default requests are served in the order in which they come. A router
+    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
+    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
     call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 
@@ -231,7 +235,9 @@ class InferenceService(object):
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. The
+    do is the scheduler's policy; by default requests are served in the order in which they come. A router
+    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
+    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
     call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
     """
 

@@ -43,9 +43,11 @@ class WorkerServiceStub(object):
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
-    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
-    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
-    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
+    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
+    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
+    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
+    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
+    certificate of those.
     """
 
     def __init__(self, channel):
@@ -99,9 +101,11 @@ class WorkerServiceServicer(object):
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
-    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
-    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
-    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
+    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
+    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
+    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
+    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
+    certificate of those.
     """
 
     def Attach(self, request, context):
@@ -195,9 +199,11 @@ class WorkerService(object):
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
-    Who may call. Callers are not authenticated yet: whoever reaches a worker may claim it, run it, and
-    read what its host blocks hold. So all of this, `ReadKv` and `PullKv` included, is for a network that
-    only the scheduler and the other workers are on. `PullKv` dials whatever address it is given.
+    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
+    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
+    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
+    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
+    certificate of those.
     """
 
     @staticmethod
