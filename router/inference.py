@@ -15,10 +15,19 @@ from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
-from router.domain import GenerateRequest, Load, ModelInfo, StructuredOutput
+from router.domain import (
+    GenerateRequest,
+    Load,
+    ModelInfo,
+    ResumeRequest,
+    StructuredOutput,
+    TextTerms,
+)
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
 from router.scheduler_client import SchedulerClient
+from router.scheduler_news import Resumption
+from router.scheduler_wire import resume_record_of
 from router.stop_strings import StopMatcher, StopPattern
 from router.structured_output import to_grammar
 from router.text_threads import TextThreads
@@ -33,6 +42,7 @@ from router.validation import (
 )
 from rpc import telemetry
 from rpc.errors import (
+    AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
     NotFoundError,
@@ -81,6 +91,8 @@ class Inference:
         """Apart, so that no number of questions, and no size, holds up a prompt."""
         self._request_id_to_span: dict[str, Span] = {}
         """The live requests: from being taken to being read to the end, or left."""
+        self._request_id_to_live: dict[str, LiveRequest] = {}
+        """Those of them that have been submitted."""
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -142,28 +154,98 @@ class Inference:
             tenant=request.tenant,
             deadline=request.deadline,
             beam=request.beam,
+            resume_record=resume_record_of(request) if request.resumable else None,
         )
-        end_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        terms = TextTerms(
+            request.stop, request.include_stop_str_in_output, request.skip_special_tokens
+        )
+        live = self._start(record, request.n, terms, patterns, model)
+        self._scheduler.submit(live)
+        return live
+
+    def _start(
+        self,
+        record: ReplayRecord,
+        n: int,
+        terms: TextTerms,
+        patterns: Sequence[StopPattern],
+        model: ModelInfo,
+    ) -> LiveRequest:
+        end_token_ids = frozenset(record.sampling.stop_token_ids)
+        if not record.sampling.ignore_eos:
             end_token_ids |= frozenset(model.eos_token_ids)
         outputs = [
             LiveOutput(
                 index,
-                Detokenizer(self._tokenizer.table, skip_special_tokens=request.skip_special_tokens),
-                StopMatcher(patterns, include_in_output=request.include_stop_str_in_output),
+                Detokenizer(self._tokenizer.table, skip_special_tokens=terms.skip_special_tokens),
+                StopMatcher(patterns, include_in_output=terms.include_stop_str_in_output),
                 end_token_ids,
             )
-            for index in range(request.n)
+            for index in range(n)
         ]
         live = LiveRequest(
             record,
             outputs,
             model=model.id,
             cancel=self._scheduler.cancel,
+            leave=self._scheduler.leave,
             on_closed=self._on_closed,
         )
-        self._scheduler.submit(live)
+        self._request_id_to_live[record.request_id] = live
         return live
+
+    async def resume(self, request: ResumeRequest) -> LiveRequest:
+        """Goes on with a request behind what its client has; the caller reads it as `generate`'s.
+
+        Whoever reads it now, at any router, gets an `AbortedError`. Raises `NotFoundError` if this
+        tenant has no such request that waits to be resumed; `InvalidArgumentError` if the client
+        says to have more than there is; `FailedPreconditionError` for log-probabilities that are
+        lost; `TooBusyError` and `UnavailableError` as `generate`.
+        """
+        request_id = request.request_id
+        model = self.model("")
+        if request_id in self._request_id_to_span:
+            self._take_away(request_id, request.tenant)
+        self._take(request_id)
+
+        def start(resumption: Resumption) -> LiveRequest:
+            return self._start(
+                replace(resumption.record, deadline=request.deadline),
+                resumption.n,
+                resumption.terms,
+                [StopPattern.of(string) for string in resumption.terms.stop],
+                model,
+            )
+
+        try:
+            live = await self._scheduler.resume(request_id, request.tenant, start)
+        except BaseException as error:
+            if isinstance(error, QuireError):
+                metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            if request_id in self._request_id_to_span:
+                self._release(request_id)
+            raise
+        try:
+            live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
+        except QuireError:
+            await live.aclose()
+            raise
+        return live
+
+    async def cancel(self, request_id: str, tenant: str) -> None:
+        """Ends a request that can be resumed, whoever reads it; raises what `resume` does."""
+        live = await self.resume(ResumeRequest(request_id, tenant, {}, False, None))
+        live.cancel()
+
+    def _take_away(self, request_id: str, tenant: str) -> None:
+        """Ends the call that reads a live request of this router, for another to resume it."""
+        live = self._request_id_to_live.get(request_id)
+        if live is None or live.record.tenant != tenant or live.record.resume_record is None:
+            raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
+        if not self._scheduler.is_connected:  # whose copy would be the only one
+            raise self._scheduler.unavailable()
+        self._scheduler.drop(live)
+        live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _prepare(
         self, request: GenerateRequest
@@ -204,6 +286,7 @@ class Inference:
 
     def _release(self, request_id: str) -> None:
         self._request_id_to_span.pop(request_id).end()
+        self._request_id_to_live.pop(request_id, None)
         metrics.NUM_REQUESTS_LIVE.dec()
         if self._draining and not self._request_id_to_span:
             self._drained.set()

@@ -7,8 +7,8 @@ scheduler again, each is submitted again from its replay record with the tokens 
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -19,8 +19,16 @@ from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.outbox import Outbox
-from router.scheduler_news import News, Refusal, SchedulerModel, StepNews, Welcome
+from router.scheduler_news import (
+    News,
+    Refusal,
+    Resumption,
+    SchedulerModel,
+    StepNews,
+    Welcome,
+)
 from router.scheduler_wire import news_from_proto
+from router.validation import MAX_N
 from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
@@ -35,6 +43,10 @@ _LOAD_TIMEOUT_S = 5.0
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
 log = structlog.get_logger()
+
+
+StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
+"""Makes a live request of one that is resumed, to which nothing has been pushed."""
 
 
 class SchedulerClient:
@@ -70,6 +82,8 @@ class SchedulerClient:
         self._next_seq_key = 0
         self._seq_key_to_live: dict[int, LiveRequest] = {}
         """The sequences that the scheduler works on, or will as soon as there is one."""
+        self._resuming: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
+        """The calls that wait to resume a request, by the first key that it will have."""
         self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
@@ -81,6 +95,11 @@ class SchedulerClient:
         None before the first welcome, and when the scheduler's model does not fit the tokenizer.
         """
         return self._model
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a scheduler."""
+        return self._outbox is not None
 
     def reserve_seq_keys(self, n: int) -> int:
         """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.
@@ -109,6 +128,38 @@ class SchedulerClient:
         live = next(iter(key_to_live.values()))
         if not self._outbox.drop(live):
             self._outbox.cancel(list(key_to_live))
+
+    def leave(self, live: LiveRequest) -> None:
+        """Leaves a request to the scheduler, until its client resumes it through some router."""
+        self.drop(live)
+        # Without a scheduler, or if it was never told, there is nobody to keep it.
+        if self._outbox is not None and not self._outbox.drop(live):
+            self._outbox.leave(live.record.first_seq_key)
+
+    def drop(self, live: LiveRequest) -> None:
+        """Hears no more of a request, whatever the scheduler does."""
+        for seq_key in live.live_seq_keys:
+            self._seq_key_to_live.pop(seq_key, None)
+
+    async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
+        """Takes over a request; gives it with all that came of it, and its news from then on.
+
+        `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
+        refuses, such as `NotFoundError`; `UnavailableError` while there is none.
+        """
+        first_seq_key = self.reserve_seq_keys(MAX_N)
+        assert self._outbox is not None, "else no keys are given"
+        resumed: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
+        self._resuming[first_seq_key] = start, resumed
+        self._outbox.resume(request_id, tenant, first_seq_key)
+        try:
+            return await resumed
+        except asyncio.CancelledError:
+            if resumed.done() and not resumed.cancelled() and resumed.exception() is None:
+                await resumed.result().aclose()
+            raise
+        finally:
+            self._resuming.pop(first_seq_key, None)
 
     def unavailable(self) -> UnavailableError:
         """Why there is no scheduler to serve a request."""
@@ -258,6 +309,8 @@ class SchedulerClient:
             log.info("scheduler not reached", target=self._target, reason=reason)
             return
         self._outbox = None
+        for first_seq_key in list(self._resuming):
+            self._end_resuming(first_seq_key, UnavailableError(f"lost the scheduler: {reason}"))
         num_live = len(set(self._seq_key_to_live.values()))
         log.warning("scheduler lost", target=self._target, reason=reason, num_live=num_live)
         metrics.SCHEDULER_CONNECTED.set(0)
@@ -271,10 +324,12 @@ class SchedulerClient:
                     self._hear_step(news)
             case Refusal():
                 self._hear_refusal(news)
+            case Resumption():
+                self._hear_resumption(news)
             case Welcome():
                 raise QuireError("a second welcome")
 
-    def _hear_step(self, news: StepNews) -> None:
+    def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
         # A sequence that is not in the table was cancelled while its news was on the way.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
@@ -290,8 +345,8 @@ class SchedulerClient:
             live = table.get(seq_key)
             if live is None:
                 continue
-            num_tokens += 1
-            if live.push_token(seq_key, token_id, news.logprobs.get(i), now):
+            num_tokens += is_new
+            if live.push_token(seq_key, token_id, news.logprobs.get(i), now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
         metrics.GENERATION_TOKENS.inc(num_tokens)
@@ -310,7 +365,30 @@ class SchedulerClient:
         if stopped and self._outbox is not None:
             self._outbox.cancel(stopped)
 
+    def _hear_resumption(self, resumption: Resumption) -> None:
+        """Brings a request to where it is, before any later news of it can come."""
+        first_seq_key = resumption.record.first_seq_key
+        start, resumed = self._resuming.pop(first_seq_key, (None, None))
+        if start is None or resumed is None or resumed.done():  # the call has ended meanwhile
+            assert self._outbox is not None, "it is heard"
+            self._outbox.leave(first_seq_key)
+            return
+        live = start(resumption)
+        live.num_submits = 1
+        for seq_key in live.live_seq_keys:
+            self._seq_key_to_live[seq_key] = live
+        self._hear_step(resumption.so_far, is_new=False)
+        resumed.set_result(live)
+
+    def _end_resuming(self, first_seq_key: int, error: QuireError) -> None:
+        _, resumed = self._resuming.pop(first_seq_key)
+        if not resumed.done():
+            resumed.set_exception(error)
+
     def _hear_refusal(self, refusal: Refusal) -> None:
+        if refusal.first_seq_key in self._resuming:
+            self._end_resuming(refusal.first_seq_key, refusal.error)
+            return
         live = self._seq_key_to_live.get(refusal.first_seq_key)
         if live is None:  # unless output 0 has ended before the request was submitted again
             live = next(

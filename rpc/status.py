@@ -28,6 +28,7 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     for error in (
         errors.UnauthenticatedError,
         errors.NotFoundError,
+        errors.AbortedError,
         errors.AlreadyExistsError,
         errors.UnavailableError,
         errors.DeadlineExceededError,
