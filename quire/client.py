@@ -2,26 +2,36 @@
 
     from quire.client import Client, SamplingParams
 
-    with Client("127.0.0.1:50051") as client:
-        for event in client.generate("def add(", SamplingParams(max_tokens=64)):
+    with Client(["10.0.0.1:50051", "10.0.0.2:50051"]) as client:
+        for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
 Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
 TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
 deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
 sooner) and whom it is for; what that does is the scheduler's policy.
+
+A client may know several routers of a service, all alike: it stays with one until that fails. With
+`resumable=True` a stream goes on when its router dies or the connection breaks, through another
+router or the same one; the caller sees a pause. `retry=Retry()` sends anew what was refused because
+the service is too busy, or not there, when the service says, as long as most calls succeed.
 """
 
+import asyncio
 import contextlib
+import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Self, Unpack, cast
+from typing import Any, Self, TypeAlias, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from quire import kv_wire, wire
+from quire.continuation import Continuation
 from quire.kv_types import WorkerKv
+from quire.retry import NO_RETRY, Retry, RetryBudget
 from quire.types import (
     BeamSearch,
     ChatMessage,
@@ -43,8 +53,9 @@ from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc import telemetry
 from rpc.channel import open_channel
+from rpc.errors import InvalidArgumentError, QuireError
 from rpc.status import status_to_error
-from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, ChannelOptions, channel_options
 
 __all__ = [
     "AsyncClient",
@@ -61,6 +72,7 @@ __all__ = [
     "OutputDelta",
     "OutputError",
     "OutputFinished",
+    "Retry",
     "SamplingParams",
     "TokenLogprob",
     "Usage",
@@ -68,6 +80,70 @@ __all__ = [
 ]
 
 DEFAULT_SAMPLING = SamplingParams()
+
+
+_CANCEL_TIMEOUT_S = 2.0
+_RECONNECT: ChannelOptions = [
+    # A router that comes back should be found in seconds, not after gRPC's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+Targets: TypeAlias = str | Sequence[str]
+"""The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
+
+
+def _split(targets: Targets) -> list[str]:
+    listed = targets.split(",") if isinstance(targets, str) else list(targets)
+    if not all(listed) or not listed:
+        raise InvalidArgumentError("targets", f"is {targets!r}; it must name one router or more")
+    return listed
+
+
+class _Routers:
+    """Which of several routers is asked: the same one, until it fails."""
+
+    def __init__(self, channels: Sequence[Any]) -> None:
+        stubs = [InferenceServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+        self._stubs = stubs
+        self._index = 0
+
+    @property
+    def stub(self) -> InferenceServiceStub:
+        """The router to ask."""
+        return self._stubs[self._index]
+
+    def failed(self, stub: InferenceServiceStub) -> None:
+        """Ask the next one, unless that is done already."""
+        if stub is self.stub:
+            self._index = (self._index + 1) % len(self._stubs)
+
+
+class _Deadline:
+    """What is left of a time limit, for one call after another."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def check(self, delay_s: float, error: QuireError) -> None:
+        """Raise `error` if the limit passes in so many seconds."""
+        remaining_s = self.remaining_s()
+        if remaining_s is not None and remaining_s <= delay_s:
+            raise error
+
+
+def _call(
+    stub: InferenceServiceStub,
+    request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest,
+    timeout_s: float | None,
+    metadata: list[tuple[str, str]],
+) -> Any:
+    is_new = isinstance(request, inference_pb2.GenerateRequest)
+    return (stub.Generate if is_new else stub.Resume)(request, timeout=timeout_s, metadata=metadata)
 
 
 @contextlib.contextmanager
@@ -82,10 +158,25 @@ def _quire_errors() -> Iterator[None]:
 class Client:
     """Blocks. Threads may share one."""
 
-    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
-        """`target` is "host:port" or "unix:/path"; the first call connects."""
-        self._channel = grpc.insecure_channel(target, options=channel_options(max_message_mb))
-        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        target: Targets,
+        max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+        *,
+        retry: Retry = NO_RETRY,
+    ) -> None:
+        """The first call connects; see `Targets`."""
+        options = [*channel_options(max_message_mb), *_RECONNECT]
+        self._channels = [
+            grpc.insecure_channel(target, options=options) for target in _split(target)
+        ]
+        self._routers = _Routers(self._channels)
+        self._retry = retry
+        self._budget = RetryBudget()
+
+    @property
+    def _stub(self) -> InferenceServiceStub:
+        return self._routers.stub
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +191,8 @@ class Client:
 
     def close(self) -> None:
         """End what is still running."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(
         self,
@@ -113,15 +205,37 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
-        request = wire.generate_request_to_proto(prompt, sampling, options)
         metadata = wire.precedence_to_metadata(priority, tenant)
-        with _quire_errors():
-            call = self._stub.Generate(
-                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        deadline = _Deadline(timeout_s)
+        while not continuation.is_complete:
+            stub = self._stub
+            call = _call(
+                stub,
+                continuation.next_request(),
+                deadline.remaining_s(),
+                [*telemetry.inject_metadata(), *metadata],
             )
             try:
-                for response in call:
-                    yield wire.event_from_proto(response)
+                with _quire_errors():
+                    for response in call:
+                        if (
+                            event := continuation.take(wire.event_from_proto(response))
+                        ) is not None:
+                            yield event
+                continuation.check_complete()
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                deadline.check(delay_s, error)
+                self._routers.failed(stub)
+                time.sleep(delay_s)
+            except BaseException:  # the caller wants no more
+                if continuation.is_resumable:
+                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                    with contextlib.suppress(grpc.RpcError):
+                        stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+                raise
             finally:
                 call.cancel()
 
@@ -136,15 +250,31 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Give the outputs when all are complete."""
-        request = inference_pb2.GenerateOnceRequest(
-            request=wire.generate_request_to_proto(prompt, sampling, options)
-        )
-        metadata = wire.precedence_to_metadata(priority, tenant)
-        with _quire_errors():
-            response = self._stub.GenerateOnce(
-                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
+        if options.get("resumable"):
+            options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+            events = self.generate(
+                prompt, sampling, priority=priority, tenant=tenant, timeout_s=timeout_s, **options
             )
-        return wire.completion_from_proto(response)
+            return wire.completion_from_events(options["request_id"], list(events))
+        metadata = wire.precedence_to_metadata(priority, tenant)
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        deadline = _Deadline(timeout_s)
+        while True:
+            stub = self._stub
+            try:
+                with _quire_errors():
+                    response = stub.GenerateOnce(
+                        inference_pb2.GenerateOnceRequest(request=request),
+                        timeout=deadline.remaining_s(),
+                        metadata=[*telemetry.inject_metadata(), *metadata],
+                    )
+                return wire.completion_from_proto(response)
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                deadline.check(delay_s, error)
+                self._routers.failed(stub)
+                time.sleep(delay_s)
 
     def tokenize(
         self,
@@ -222,10 +352,22 @@ class Client:
 class AsyncClient:
     """The same for asyncio; belongs to the event loop it is made in."""
 
-    def __init__(self, target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> None:
-        """`target` is "host:port" or "unix:/path"; the first call connects."""
-        self._channel = open_channel(target, max_message_mb)
-        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        target: Targets,
+        max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+        *,
+        retry: Retry = NO_RETRY,
+    ) -> None:
+        """The first call connects; see `Targets`."""
+        self._channels = [open_channel(target, max_message_mb) for target in _split(target)]
+        self._routers = _Routers(self._channels)
+        self._retry = retry
+        self._budget = RetryBudget()
+
+    @property
+    def _stub(self) -> InferenceServiceStub:
+        return self._routers.stub
 
     async def __aenter__(self) -> Self:
         return self
@@ -240,7 +382,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End what is still running."""
-        await self._channel.close(grace=None)
+        for channel in self._channels:
+            await channel.close(grace=None)
 
     async def generate(
         self,
@@ -253,13 +396,32 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
-        request = wire.generate_request_to_proto(prompt, sampling, options)
         metadata = wire.precedence_to_metadata(priority, tenant)
-        with _quire_errors():
-            call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        deadline = _Deadline(timeout_s)
+        while not continuation.is_complete:
+            stub = self._stub
+            call = _call(stub, continuation.next_request(), deadline.remaining_s(), metadata)
             try:
-                async for response in call:
-                    yield wire.event_from_proto(response)
+                with _quire_errors():
+                    async for response in call:
+                        if (
+                            event := continuation.take(wire.event_from_proto(response))
+                        ) is not None:
+                            yield event
+                continuation.check_complete()
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                deadline.check(delay_s, error)
+                self._routers.failed(stub)
+                await asyncio.sleep(delay_s)
+            except BaseException:  # the caller wants no more
+                if continuation.is_resumable:
+                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                    with contextlib.suppress(grpc.RpcError):
+                        await stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+                raise
             finally:
                 call.cancel()
 
@@ -274,14 +436,33 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Give the outputs when all are complete."""
-        request = inference_pb2.GenerateOnceRequest(
-            request=wire.generate_request_to_proto(prompt, sampling, options)
-        )
-        metadata = wire.precedence_to_metadata(priority, tenant)
-        with _quire_errors():
-            return wire.completion_from_proto(
-                await self._stub.GenerateOnce(request, timeout=timeout_s, metadata=metadata)
+        if options.get("resumable"):
+            options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+            events = self.generate(
+                prompt, sampling, priority=priority, tenant=tenant, timeout_s=timeout_s, **options
             )
+            return wire.completion_from_events(
+                options["request_id"], [event async for event in events]
+            )
+        metadata = wire.precedence_to_metadata(priority, tenant)
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        deadline = _Deadline(timeout_s)
+        while True:
+            stub = self._stub
+            try:
+                with _quire_errors():
+                    response = await stub.GenerateOnce(
+                        inference_pb2.GenerateOnceRequest(request=request),
+                        timeout=deadline.remaining_s(),
+                        metadata=metadata,
+                    )
+                return wire.completion_from_proto(response)
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                deadline.check(delay_s, error)
+                self._routers.failed(stub)
+                await asyncio.sleep(delay_s)
 
     async def tokenize(
         self,

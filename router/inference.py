@@ -202,29 +202,7 @@ class Inference:
         says to have more than there is; `FailedPreconditionError` for log-probabilities that are
         lost; `TooBusyError` and `UnavailableError` as `generate`.
         """
-        request_id = request.request_id
-        model = self.model("")
-        if request_id in self._request_id_to_span:
-            self._take_away(request_id, request.tenant)
-        self._take(request_id)
-
-        def start(resumption: Resumption) -> LiveRequest:
-            return self._start(
-                replace(resumption.record, deadline=request.deadline),
-                resumption.n,
-                resumption.terms,
-                [StopPattern.of(string) for string in resumption.terms.stop],
-                model,
-            )
-
-        try:
-            live = await self._scheduler.resume(request_id, request.tenant, start)
-        except BaseException as error:
-            if isinstance(error, QuireError):
-                metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            if request_id in self._request_id_to_span:
-                self._release(request_id)
-            raise
+        live = await self._take_over(request.request_id, request.tenant, request.deadline)
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
         except QuireError:
@@ -233,14 +211,36 @@ class Inference:
         return live
 
     async def cancel(self, request_id: str, tenant: str) -> None:
-        """Ends a request that can be resumed, whoever reads it; raises what `resume` does."""
-        live = await self.resume(ResumeRequest(request_id, tenant, {}, False, None))
+        """Ends a request that can be resumed, whoever reads it; raises as `resume`."""
+        live = await self._take_over(request_id, tenant, None)
         live.cancel()
+
+    async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
+        model = self.model("")
+        if request_id in self._request_id_to_span:
+            self._take_away(request_id, tenant)
+        self._take(request_id)
+
+        def start(resumption: Resumption) -> LiveRequest:
+            record, terms = replace(resumption.record, deadline=deadline), resumption.terms
+            patterns = [StopPattern.of(string) for string in terms.stop]
+            return self._start(record, resumption.n, terms, patterns, model)
+
+        try:
+            return await self._scheduler.resume(request_id, tenant, start)
+        except BaseException as error:
+            if isinstance(error, QuireError):
+                metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            if request_id in self._request_id_to_span:  # unless it was resumed, and then left
+                self._release(request_id)
+            raise
 
     def _take_away(self, request_id: str, tenant: str) -> None:
         """Ends the call that reads a live request of this router, for another to resume it."""
         live = self._request_id_to_live.get(request_id)
-        if live is None or live.record.tenant != tenant or live.record.resume_record is None:
+        if live is None:
+            raise UnavailableError(f"request {request_id!r} is being taken on by another call")
+        if live.record.tenant != tenant or live.record.resume_record is None:
             raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
         if not self._scheduler.is_connected:  # whose copy would be the only one
             raise self._scheduler.unavailable()

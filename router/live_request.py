@@ -56,8 +56,8 @@ class LiveRequest:
     """A request that the scheduler works on, and the stream of its events.
 
     A face reads it as an asynchronous iterator, under `async with`: leaving the block early, for
-    whatever reason, cancels what is still live, or leaves it to the scheduler until somebody resumes
-    the request, if it can be. A refusal by the scheduler is raised, as the
+    whatever reason, cancels what is still live or, if the request can be resumed, leaves it to the
+    scheduler until somebody does. A refusal by the scheduler is raised, as the
     `QuireError` it is, from the first `__anext__`; a failure after that is an `OutputFinished` with
     reason ERROR. After the `Usage` the iteration ends.
 

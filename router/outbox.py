@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from quire.v1 import scheduler_pb2
 from router.live_request import LiveRequest
@@ -42,9 +43,9 @@ class Outbox:
         self._cancels += seq_keys
         self._filled.set()
 
-    def leave(self, first_seq_key: int) -> None:
-        """Adds a request that its client has left, and the scheduler has been told of."""
-        leave = scheduler_pb2.Leave(first_seq_key=first_seq_key)
+    def leave(self, seq_keys: Iterable[int]) -> None:
+        """Adds a request that its client has left, by what it has live; the scheduler knows it."""
+        leave = scheduler_pb2.Leave(seq_keys=seq_keys)
         self._messages.append(scheduler_pb2.ConnectRequest(leave=leave))
         self._filled.set()
 

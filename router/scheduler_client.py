@@ -134,7 +134,7 @@ class SchedulerClient:
         self.drop(live)
         # Without a scheduler, or if it was never told, there is nobody to keep it.
         if self._outbox is not None and not self._outbox.drop(live):
-            self._outbox.leave(live.record.first_seq_key)
+            self._outbox.leave(live.live_seq_keys)
 
     def drop(self, live: LiveRequest) -> None:
         """Hears no more of a request, whatever the scheduler does."""
@@ -371,7 +371,7 @@ class SchedulerClient:
         start, resumed = self._resuming.pop(first_seq_key, (None, None))
         if start is None or resumed is None or resumed.done():  # the call has ended meanwhile
             assert self._outbox is not None, "it is heard"
-            self._outbox.leave(first_seq_key)
+            self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
             return
         live = start(resumption)
         live.num_submits = 1

@@ -53,7 +53,7 @@ class KeptRequests:
     """
 
     def __init__(self, *, grace_s: float, max_bytes: int) -> None:
-        """A grace of 0: none can be kept.
+        """A grace of 0: none is kept.
 
         Beyond `max_bytes` those that have ended, and then those without owner, are given up early,
         oldest first; while what remains takes more, no more are kept.
@@ -83,12 +83,11 @@ class KeptRequests:
             before its router lost its stream.
 
         Raises:
-            InvalidArgumentError: Requests are not kept here.
             AlreadyExistsError: It is another router's.
             TooBusyError: Those that are kept take as much memory as they may.
         """
         if not self._grace_s:
-            raise InvalidArgumentError("resumable", "is set; this service has --resume-grace-s=0")
+            return None
         if self._num_bytes > self._max_bytes:
             raise TooBusyError(
                 f"the resumable requests take {self._num_bytes} bytes; the limit is "
@@ -148,15 +147,18 @@ class KeptRequests:
             resumed[message.first_seq_key + index] = kept.source, key
         stream.resumed(kept.resumed(message.first_seq_key))
 
-    def leave(self, stream: RouterStream, first_seq_key: int, now: float) -> None:
-        """Take a request from its owner, whose client has left; an unknown one is ignored."""
-        source, key = self._resumed.get(stream, {}).get(
-            first_seq_key, (stream.source, SeqKey(first_seq_key))
-        )
-        kept = self._find(source, key)
-        if kept is not None and kept.owner is stream and kept.owner_seq_key == first_seq_key:
-            stream.release(self._as_called(kept, first_seq_key))
-            self._orphan(kept, now)
+    def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
+        """Take a request from its owner, whose client has left; False if it is not kept.
+
+        `seq_key` is what the owner calls one of its sequences.
+        """
+        kept = self._find(*self._resumed.get(stream, {}).get(seq_key, (stream.source, seq_key)))
+        if kept is None or kept.owner is not stream:
+            return False
+        self._read(kept.source)
+        stream.release(self._as_called(kept, kept.owner_seq_key))
+        self._orphan(kept, now)
+        return True
 
     def leave_all(self, stream: RouterStream, now: float) -> frozenset[SeqKey] | None:
         """Take all its requests from a stream that has ended.
@@ -266,7 +268,7 @@ class KeptRequests:
             if (found := find(finished.seq_key)) is not None:
                 found[0].outputs[found[1]].end = deepcopy(finished)
 
-    def _find(self, source_id: SourceId, key: SeqKey) -> KeptRequest | None:
+    def _find(self, source_id: SourceId, key: int) -> KeptRequest | None:
         source = self._sources.get(source_id)
         found = None if source is None else source.key_to_output.get(key)
         return None if found is None else found[0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
 import grpc.aio
@@ -148,13 +148,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case "submit":
                 self._submit(message.submit, stream, model)
             case "cancel":
-                keys = message.cancel.seq_keys
-                for source, seq_keys in self._kept.by_source(stream, keys).items():
-                    self._fleet.cancel(source, seq_keys)
+                self._cancel(message.cancel.seq_keys, stream)
             case "resume":
                 self._resume(message.resume, stream)
             case "leave":
-                self._kept.leave(stream, message.leave.first_seq_key, time.monotonic())
+                if not message.leave.seq_keys:
+                    raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")
+                if not self._kept.leave(stream, message.leave.seq_keys[0], time.monotonic()):
+                    self._cancel(message.leave.seq_keys, stream)
             case "hello":
                 raise InvalidArgumentError("hello", "came twice; it must come once")
             case _:
@@ -177,6 +178,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._fleet.submit(request)
         except QuireError as error:
             self._streams.refuse(request, error)
+
+    def _cancel(self, seq_keys: Iterable[int], stream: RouterStream) -> None:
+        for source, keys in self._kept.by_source(stream, seq_keys).items():
+            self._fleet.cancel(source, keys)
 
     def _resume(self, message: scheduler_pb2.Resume, stream: RouterStream) -> None:
         try:

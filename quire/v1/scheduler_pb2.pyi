@@ -101,10 +101,10 @@ class Resume(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., first_seq_key: _Optional[int] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("first_seq_key",)
-    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
-    first_seq_key: int
-    def __init__(self, first_seq_key: _Optional[int] = ...) -> None: ...
+    __slots__ = ("seq_keys",)
+    SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
+    seq_keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seq_keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("submit", "so_far")
