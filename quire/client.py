@@ -13,8 +13,9 @@ sooner) and whom it is for; what that does is the scheduler's policy.
 
 A client may know several routers of a service, all alike: it stays with one until that fails. With
 `resumable=True` a stream goes on when its router dies or the connection breaks, through another
-router or the same one; the caller sees a pause. `retry=Retry()` sends anew what was refused because
-the service is too busy, or not there, when the service says, as long as most calls succeed.
+router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent anew, too, if
+they were refused because the service is too busy, or not there: when it says, as long as most
+succeed.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ import grpc.aio
 from quire import kv_wire, wire
 from quire.continuation import Continuation
 from quire.kv_types import WorkerKv
-from quire.retry import NO_RETRY, Retry, RetryBudget
+from quire.retry import Retry, RetryBudget
 from quire.types import (
     BeamSearch,
     ChatMessage,
@@ -163,7 +164,7 @@ class Client:
         target: Targets,
         max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
         *,
-        retry: Retry = NO_RETRY,
+        retry: Retry | None = None,
     ) -> None:
         """The first call connects; see `Targets`."""
         options = [*channel_options(max_message_mb), *_RECONNECT]
@@ -357,7 +358,7 @@ class AsyncClient:
         target: Targets,
         max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
         *,
-        retry: Retry = NO_RETRY,
+        retry: Retry | None = None,
     ) -> None:
         """The first call connects; see `Targets`."""
         self._channels = [open_channel(target, max_message_mb) for target in _split(target)]

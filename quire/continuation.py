@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.retry import Retry, RetryBudget
+from quire.retry import NO_RETRY, Retry, RetryBudget
 from quire.types import Event, OutputDelta, OutputFinished, PromptScores, Usage
 from quire.v1 import inference_pb2
 from rpc.errors import (
@@ -49,14 +49,17 @@ class Continuation:
     def __init__(
         self,
         request: inference_pb2.GenerateRequest,
-        policy: Retry,
+        policy: Retry | None,
         budget: RetryBudget,
     ) -> None:
-        """A `request` that is resumable gets an id and a seed, unless it has them."""
+        """A `request` that is resumable gets an id and a seed, unless it has them.
+
+        Without a policy it is tried again as `Retry` says by default if it is resumable, else not.
+        """
         self.is_complete = False
         """Whether everything has come."""
         self._request = request
-        self._policy = policy
+        self._policy = policy or (Retry() if request.resumable else NO_RETRY)
         self._budget = budget
         self._outputs: dict[int, _Received] = {}
         self._has_prompt_scores = False

@@ -28,7 +28,6 @@ class Retry:
 
 
 NO_RETRY = Retry(max_attempts=1)
-"""A refusal is final; a resumable stream is resumed all the same."""
 
 
 class RetryBudget:
