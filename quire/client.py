@@ -13,9 +13,9 @@ sooner) and whom it is for; what that does is the scheduler's policy.
 
 A client may know several routers of a service, all alike: it stays with one until that fails. With
 `resumable=True` a stream goes on when its router dies or the connection breaks, through another
-router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent anew, too, if
-they were refused because the service is too busy, or not there: when it says, as long as most
-succeed.
+router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent
+anew, too, if they were refused because the service is too busy, or not there: when it says, and as
+long as most succeed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import Self, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -33,6 +33,7 @@ from quire import kv_wire, wire
 from quire.continuation import Continuation
 from quire.kv_types import WorkerKv
 from quire.retry import Retry, RetryBudget
+from quire.routers import RECONNECT, Routers, Targets, TimeLimit, split_targets, start_call
 from quire.types import (
     BeamSearch,
     ChatMessage,
@@ -54,9 +55,9 @@ from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc import telemetry
 from rpc.channel import open_channel
-from rpc.errors import InvalidArgumentError, QuireError
+from rpc.errors import QuireError
 from rpc.status import status_to_error
-from rpc.transport import DEFAULT_MAX_MESSAGE_MB, ChannelOptions, channel_options
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 __all__ = [
     "AsyncClient",
@@ -84,67 +85,6 @@ DEFAULT_SAMPLING = SamplingParams()
 
 
 _CANCEL_TIMEOUT_S = 2.0
-_RECONNECT: ChannelOptions = [
-    # A router that comes back should be found in seconds, not after gRPC's two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-]
-
-Targets: TypeAlias = str | Sequence[str]
-"""The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
-
-
-def _split(targets: Targets) -> list[str]:
-    listed = targets.split(",") if isinstance(targets, str) else list(targets)
-    if not all(listed) or not listed:
-        raise InvalidArgumentError("targets", f"is {targets!r}; it must name one router or more")
-    return listed
-
-
-class _Routers:
-    """Which of several routers is asked: the same one, until it fails."""
-
-    def __init__(self, channels: Sequence[Any]) -> None:
-        stubs = [InferenceServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        self._stubs = stubs
-        self._index = 0
-
-    @property
-    def stub(self) -> InferenceServiceStub:
-        """The router to ask."""
-        return self._stubs[self._index]
-
-    def failed(self, stub: InferenceServiceStub) -> None:
-        """Ask the next one, unless that is done already."""
-        if stub is self.stub:
-            self._index = (self._index + 1) % len(self._stubs)
-
-
-class _Deadline:
-    """What is left of a time limit, for one call after another."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._at = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def remaining_s(self) -> float | None:
-        return None if self._at is None else max(0.0, self._at - time.monotonic())
-
-    def check(self, delay_s: float, error: QuireError) -> None:
-        """Raise `error` if the limit passes in so many seconds."""
-        remaining_s = self.remaining_s()
-        if remaining_s is not None and remaining_s <= delay_s:
-            raise error
-
-
-def _call(
-    stub: InferenceServiceStub,
-    request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest,
-    timeout_s: float | None,
-    metadata: list[tuple[str, str]],
-) -> Any:
-    is_new = isinstance(request, inference_pb2.GenerateRequest)
-    return (stub.Generate if is_new else stub.Resume)(request, timeout=timeout_s, metadata=metadata)
 
 
 @contextlib.contextmanager
@@ -167,11 +107,11 @@ class Client:
         retry: Retry | None = None,
     ) -> None:
         """The first call connects; see `Targets`."""
-        options = [*channel_options(max_message_mb), *_RECONNECT]
+        options = [*channel_options(max_message_mb), *RECONNECT]
         self._channels = [
-            grpc.insecure_channel(target, options=options) for target in _split(target)
+            grpc.insecure_channel(target, options=options) for target in split_targets(target)
         ]
-        self._routers = _Routers(self._channels)
+        self._routers = Routers(self._channels)
         self._retry = retry
         self._budget = RetryBudget()
 
@@ -209,13 +149,13 @@ class Client:
         metadata = wire.precedence_to_metadata(priority, tenant)
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
-        deadline = _Deadline(timeout_s)
+        time_limit = TimeLimit(timeout_s)
         while not continuation.is_complete:
             stub = self._stub
-            call = _call(
+            call = start_call(
                 stub,
                 continuation.next_request(),
-                deadline.remaining_s(),
+                time_limit.remaining_s(),
                 [*telemetry.inject_metadata(), *metadata],
             )
             try:
@@ -228,7 +168,7 @@ class Client:
                 continuation.check_complete()
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
-                deadline.check(delay_s, error)
+                time_limit.check(delay_s, error)
                 self._routers.failed(stub)
                 time.sleep(delay_s)
             except BaseException:  # the caller wants no more
@@ -260,20 +200,20 @@ class Client:
         metadata = wire.precedence_to_metadata(priority, tenant)
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
-        deadline = _Deadline(timeout_s)
+        time_limit = TimeLimit(timeout_s)
         while True:
             stub = self._stub
             try:
                 with _quire_errors():
                     response = stub.GenerateOnce(
                         inference_pb2.GenerateOnceRequest(request=request),
-                        timeout=deadline.remaining_s(),
+                        timeout=time_limit.remaining_s(),
                         metadata=[*telemetry.inject_metadata(), *metadata],
                     )
                 return wire.completion_from_proto(response)
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
-                deadline.check(delay_s, error)
+                time_limit.check(delay_s, error)
                 self._routers.failed(stub)
                 time.sleep(delay_s)
 
@@ -361,8 +301,8 @@ class AsyncClient:
         retry: Retry | None = None,
     ) -> None:
         """The first call connects; see `Targets`."""
-        self._channels = [open_channel(target, max_message_mb) for target in _split(target)]
-        self._routers = _Routers(self._channels)
+        self._channels = [open_channel(target, max_message_mb) for target in split_targets(target)]
+        self._routers = Routers(self._channels)
         self._retry = retry
         self._budget = RetryBudget()
 
@@ -400,10 +340,10 @@ class AsyncClient:
         metadata = wire.precedence_to_metadata(priority, tenant)
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
-        deadline = _Deadline(timeout_s)
+        time_limit = TimeLimit(timeout_s)
         while not continuation.is_complete:
             stub = self._stub
-            call = _call(stub, continuation.next_request(), deadline.remaining_s(), metadata)
+            call = start_call(stub, continuation.next_request(), time_limit.remaining_s(), metadata)
             try:
                 with _quire_errors():
                     async for response in call:
@@ -414,7 +354,7 @@ class AsyncClient:
                 continuation.check_complete()
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
-                deadline.check(delay_s, error)
+                time_limit.check(delay_s, error)
                 self._routers.failed(stub)
                 await asyncio.sleep(delay_s)
             except BaseException:  # the caller wants no more
@@ -448,20 +388,20 @@ class AsyncClient:
         metadata = wire.precedence_to_metadata(priority, tenant)
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
-        deadline = _Deadline(timeout_s)
+        time_limit = TimeLimit(timeout_s)
         while True:
             stub = self._stub
             try:
                 with _quire_errors():
                     response = await stub.GenerateOnce(
                         inference_pb2.GenerateOnceRequest(request=request),
-                        timeout=deadline.remaining_s(),
+                        timeout=time_limit.remaining_s(),
                         metadata=metadata,
                     )
                 return wire.completion_from_proto(response)
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
-                deadline.check(delay_s, error)
+                time_limit.check(delay_s, error)
                 self._routers.failed(stub)
                 await asyncio.sleep(delay_s)
 

@@ -7,8 +7,8 @@ scheduler again, each is submitted again from its replay record with the tokens 
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import structlog
@@ -19,6 +19,7 @@ from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.outbox import Outbox
+from router.resuming import ResumingCalls, StartResumed
 from router.scheduler_news import (
     News,
     Refusal,
@@ -43,10 +44,6 @@ _LOAD_TIMEOUT_S = 5.0
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
 log = structlog.get_logger()
-
-
-StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
-"""Makes a live request of one that is resumed, to which nothing has been pushed."""
 
 
 class SchedulerClient:
@@ -82,8 +79,7 @@ class SchedulerClient:
         self._next_seq_key = 0
         self._seq_key_to_live: dict[int, LiveRequest] = {}
         """The sequences that the scheduler works on, or will as soon as there is one."""
-        self._resuming: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
-        """The calls that wait to resume a request, by the first key that it will have."""
+        self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
@@ -149,17 +145,8 @@ class SchedulerClient:
         """
         first_seq_key = self.reserve_seq_keys(MAX_N)
         assert self._outbox is not None, "else no keys are given"
-        resumed: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
-        self._resuming[first_seq_key] = start, resumed
         self._outbox.resume(request_id, tenant, first_seq_key)
-        try:
-            return await resumed
-        except asyncio.CancelledError:
-            if resumed.done() and not resumed.cancelled() and resumed.exception() is None:
-                await resumed.result().aclose()
-            raise
-        finally:
-            self._resuming.pop(first_seq_key, None)
+        return await self._resuming.wait(first_seq_key, start)
 
     def unavailable(self) -> UnavailableError:
         """Why there is no scheduler to serve a request."""
@@ -309,8 +296,7 @@ class SchedulerClient:
             log.info("scheduler not reached", target=self._target, reason=reason)
             return
         self._outbox = None
-        for first_seq_key in list(self._resuming):
-            self._end_resuming(first_seq_key, UnavailableError(f"lost the scheduler: {reason}"))
+        self._resuming.fail_all(UnavailableError(f"lost the scheduler: {reason}"))
         num_live = len(set(self._seq_key_to_live.values()))
         log.warning("scheduler lost", target=self._target, reason=reason, num_live=num_live)
         metrics.SCHEDULER_CONNECTED.set(0)
@@ -366,28 +352,18 @@ class SchedulerClient:
             self._outbox.cancel(stopped)
 
     def _hear_resumption(self, resumption: Resumption) -> None:
-        """Brings a request to where it is, before any later news of it can come."""
-        first_seq_key = resumption.record.first_seq_key
-        start, resumed = self._resuming.pop(first_seq_key, (None, None))
-        if start is None or resumed is None or resumed.done():  # the call has ended meanwhile
-            assert self._outbox is not None, "it is heard"
-            self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
-            return
-        live = start(resumption)
-        live.num_submits = 1
-        for seq_key in live.live_seq_keys:
-            self._seq_key_to_live[seq_key] = live
-        self._hear_step(resumption.so_far, is_new=False)
-        resumed.set_result(live)
+        def replay(live: LiveRequest) -> None:
+            live.num_submits = 1
+            self._seq_key_to_live.update(dict.fromkeys(live.live_seq_keys, live))
+            self._hear_step(resumption.so_far, is_new=False)
 
-    def _end_resuming(self, first_seq_key: int, error: QuireError) -> None:
-        _, resumed = self._resuming.pop(first_seq_key)
-        if not resumed.done():
-            resumed.set_exception(error)
+        if self._resuming.answer(resumption, replay) is None:  # the call has ended meanwhile
+            assert self._outbox is not None, "it is heard"
+            first_seq_key = resumption.record.first_seq_key
+            self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
 
     def _hear_refusal(self, refusal: Refusal) -> None:
-        if refusal.first_seq_key in self._resuming:
-            self._end_resuming(refusal.first_seq_key, refusal.error)
+        if self._resuming.fail(refusal.first_seq_key, refusal.error):
             return
         live = self._seq_key_to_live.get(refusal.first_seq_key)
         if live is None:  # unless output 0 has ended before the request was submitted again
