@@ -47,7 +47,7 @@ def test_a_resumable_request_has_an_id_and_a_seed_so_that_it_can_be_sent_anew():
 def test_a_stream_that_broke_is_resumed_behind_what_came():
     continuation = make(request_id="r")
     for event in (PromptScores(()), delta(0, [1, 2], "é"), delta(0, [9], "x", index=1)):
-        assert continuation.take(event) is event
+        assert continuation.take(event) == event
     continuation.take(OutputFinished(1, FinishReason.STOP))
     assert 0 < continuation.failed(LOST, 0.0) <= 0.05
     assert continuation.next_request() == inference_pb2.ResumeRequest(
