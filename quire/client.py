@@ -174,7 +174,7 @@ class Client:
             except BaseException:  # the caller wants no more
                 if continuation.is_resumable:
                     cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
-                    with contextlib.suppress(grpc.RpcError):
+                    with contextlib.suppress(Exception):  # it ends by itself, only later
                         stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
                 raise
             finally:
@@ -360,7 +360,7 @@ class AsyncClient:
             except BaseException:  # the caller wants no more
                 if continuation.is_resumable:
                     cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
-                    with contextlib.suppress(grpc.RpcError):
+                    with contextlib.suppress(Exception):  # it ends by itself, only later
                         await stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
                 raise
             finally:
