@@ -8,6 +8,7 @@ nothing is computed again, and nothing pauses.
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from rpc.errors import (
     QuireError,
     TooBusyError,
 )
-from rpc.packing import unpack_int32, unpack_uint64
+from rpc.packing import pack_int32, unpack_int32, unpack_uint64
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.kept_request import KeptRequest
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
-_MAX_UNREAD = 64
+_MAX_UNREAD = 16
 """Steps whose news wait to be taken in together, which costs little more than taking in one."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
@@ -247,10 +248,11 @@ class KeptRequests:
         seq_keys = unpack_uint64(news.seq_keys, "seq_keys")
         order = np.argsort(seq_keys, kind="stable")
         keys, starts = np.unique(seq_keys[order], return_index=True)
-        parts = np.split(unpack_int32(news.token_ids, "token_ids")[order], starts[1:])
-        for key, token_ids in zip(keys.tolist(), parts, strict=False):  # no key: one empty part
+        token_ids = pack_int32(unpack_int32(news.token_ids, "token_ids")[order])
+        bounds = [*(4 * starts).tolist(), len(token_ids)]
+        for key, (start, end) in zip(keys.tolist(), pairwise(bounds), strict=True):
             if (found := find(key)) is not None:
-                found[0].outputs[found[1]].token_ids += token_ids.astype("<i4").tobytes()
+                found[0].outputs[found[1]].token_ids += token_ids[start:end]
         for item in news.logprobs:
             if (found := find(int(seq_keys[item.index]))) is not None:
                 found[0].hear_logprob(found[1], deepcopy(item.logprob))
