@@ -169,7 +169,7 @@ class Client:
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
                 time_limit.check(delay_s, error)
-                self._routers.failed(stub)
+                self._routers.failed(stub, error)
                 time.sleep(delay_s)
             except BaseException:  # the caller wants no more
                 if continuation.is_resumable:
@@ -214,7 +214,7 @@ class Client:
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
                 time_limit.check(delay_s, error)
-                self._routers.failed(stub)
+                self._routers.failed(stub, error)
                 time.sleep(delay_s)
 
     def tokenize(
@@ -355,7 +355,7 @@ class AsyncClient:
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
                 time_limit.check(delay_s, error)
-                self._routers.failed(stub)
+                self._routers.failed(stub, error)
                 await asyncio.sleep(delay_s)
             except BaseException:  # the caller wants no more
                 if continuation.is_resumable:
@@ -402,7 +402,7 @@ class AsyncClient:
             except QuireError as error:
                 delay_s = continuation.failed(error, time.monotonic())
                 time_limit.check(delay_s, error)
-                self._routers.failed(stub)
+                self._routers.failed(stub, error)
                 await asyncio.sleep(delay_s)
 
     async def tokenize(

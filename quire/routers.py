@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.errors import InvalidArgumentError, QuireError
+from rpc.errors import InvalidArgumentError, QuireError, UnavailableError
 from rpc.transport import ChannelOptions
 
 RECONNECT: ChannelOptions = [
@@ -42,9 +42,9 @@ class Routers:
         """The router to ask."""
         return self._stubs[self._index]
 
-    def failed(self, stub: InferenceServiceStub) -> None:
-        """Ask the next one, unless that is done already."""
-        if stub is self.stub:
+    def failed(self, stub: InferenceServiceStub, error: QuireError) -> None:
+        """Ask the next one, unless that is done already, or it was no fault of this one's."""
+        if stub is self.stub and isinstance(error, UnavailableError):
             self._index = (self._index + 1) % len(self._stubs)
 
 
