@@ -2,17 +2,26 @@
 
     from quire.client import Client, SamplingParams
 
-    with Client("127.0.0.1:50051") as client:
-        for event in client.generate("def add(", SamplingParams(max_tokens=64)):
+    with Client(["10.0.0.1:50051", "10.0.0.2:50051"]) as client:
+        for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
 Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
 TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
 deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
 sooner) and whom it is for; what that does is the scheduler's policy.
+
+A client may know several routers of a service, all alike: it stays with one until that fails. With
+`resumable=True` a stream goes on when its router dies or the connection breaks, through another
+router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent
+anew, too, if they were refused because the service is too busy, or not there: when it says, and as
+long as most succeed.
 """
 
+import asyncio
 import contextlib
+import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack, cast
@@ -21,7 +30,10 @@ import grpc
 import grpc.aio
 
 from quire import kv_wire, wire
+from quire.continuation import Continuation
 from quire.kv_types import WorkerKv
+from quire.retry import Retry, RetryBudget
+from quire.routers import Routers, Targets, TimeLimit, split_targets, start_call
 from quire.types import (
     BeamSearch,
     ChatMessage,
@@ -43,6 +55,7 @@ from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc import telemetry
 from rpc.channel import open_blocking_channel, open_channel
+from rpc.errors import QuireError
 from rpc.status import status_to_error
 from rpc.tls import ClientTls
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB
@@ -63,6 +76,7 @@ __all__ = [
     "OutputDelta",
     "OutputError",
     "OutputFinished",
+    "Retry",
     "SamplingParams",
     "TokenLogprob",
     "Usage",
@@ -70,6 +84,9 @@ __all__ = [
 ]
 
 DEFAULT_SAMPLING = SamplingParams()
+
+
+_CANCEL_TIMEOUT_S = 2.0
 
 
 @contextlib.contextmanager
@@ -86,20 +103,29 @@ class Client:
 
     def __init__(
         self,
-        target: str,
+        target: Targets,
         max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
         *,
+        retry: Retry | None = None,
         api_key: str = "",
         tls: ClientTls | None = None,
     ) -> None:
-        """`target` is "host:port" or "unix:/path"; the first call connects.
+        """The first call connects; see `Targets`.
 
         `api_key` is for services that ask for one. Without `tls` calls, and the key, travel in the
         clear; a Unix socket needs none.
         """
         self._metadata = wire.api_key_to_metadata(api_key)
-        self._channel = open_blocking_channel(target, max_message_mb, tls)
-        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channels = [
+            open_blocking_channel(target, max_message_mb, tls) for target in split_targets(target)
+        ]
+        self._routers = Routers(self._channels)
+        self._retry = retry
+        self._budget = RetryBudget()
+
+    @property
+    def _stub(self) -> InferenceServiceStub:
+        return self._routers.stub
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +140,8 @@ class Client:
 
     def close(self) -> None:
         """End what is still running."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(
         self,
@@ -127,15 +154,37 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
-        request = wire.generate_request_to_proto(prompt, sampling, options)
         metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
-        with _quire_errors():
-            call = self._stub.Generate(
-                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        time_limit = TimeLimit(timeout_s)
+        while not continuation.is_complete:
+            stub = self._stub
+            call = start_call(
+                stub,
+                continuation.next_request(),
+                time_limit.remaining_s(),
+                [*telemetry.inject_metadata(), *metadata],
             )
             try:
-                for response in call:
-                    yield wire.event_from_proto(response)
+                with _quire_errors():
+                    for response in call:
+                        if (
+                            event := continuation.take(wire.event_from_proto(response))
+                        ) is not None:
+                            yield event
+                continuation.check_complete()
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                time_limit.check(delay_s, error)
+                self._routers.failed(stub, error)
+                time.sleep(delay_s)
+            except BaseException:  # the caller wants no more
+                if continuation.is_resumable:
+                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                    with contextlib.suppress(Exception):  # it ends by itself, only later
+                        stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+                raise
             finally:
                 call.cancel()
 
@@ -150,15 +199,31 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Give the outputs when all are complete."""
-        request = inference_pb2.GenerateOnceRequest(
-            request=wire.generate_request_to_proto(prompt, sampling, options)
-        )
-        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
-        with _quire_errors():
-            response = self._stub.GenerateOnce(
-                request, timeout=timeout_s, metadata=[*telemetry.inject_metadata(), *metadata]
+        if options.get("resumable"):
+            options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+            events = self.generate(
+                prompt, sampling, priority=priority, tenant=tenant, timeout_s=timeout_s, **options
             )
-        return wire.completion_from_proto(response)
+            return wire.completion_from_events(options["request_id"], list(events))
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        time_limit = TimeLimit(timeout_s)
+        while True:
+            stub = self._stub
+            try:
+                with _quire_errors():
+                    response = stub.GenerateOnce(
+                        inference_pb2.GenerateOnceRequest(request=request),
+                        timeout=time_limit.remaining_s(),
+                        metadata=[*telemetry.inject_metadata(), *metadata],
+                    )
+                return wire.completion_from_proto(response)
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                time_limit.check(delay_s, error)
+                self._routers.failed(stub, error)
+                time.sleep(delay_s)
 
     def tokenize(
         self,
@@ -246,16 +311,25 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str,
+        target: Targets,
         max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
         *,
+        retry: Retry | None = None,
         api_key: str = "",
         tls: ClientTls | None = None,
     ) -> None:
         """As for `Client`."""
         self._metadata = wire.api_key_to_metadata(api_key)
-        self._channel = open_channel(target, max_message_mb, tls)
-        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channels = [
+            open_channel(target, max_message_mb, tls) for target in split_targets(target)
+        ]
+        self._routers = Routers(self._channels)
+        self._retry = retry
+        self._budget = RetryBudget()
+
+    @property
+    def _stub(self) -> InferenceServiceStub:
+        return self._routers.stub
 
     async def __aenter__(self) -> Self:
         return self
@@ -270,7 +344,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End what is still running."""
-        await self._channel.close(grace=None)
+        for channel in self._channels:
+            await channel.close(grace=None)
 
     async def generate(
         self,
@@ -283,13 +358,32 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncIterator[Event]:
         """Yield events as they happen; closing the iterator ends the work."""
-        request = wire.generate_request_to_proto(prompt, sampling, options)
         metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
-        with _quire_errors():
-            call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        time_limit = TimeLimit(timeout_s)
+        while not continuation.is_complete:
+            stub = self._stub
+            call = start_call(stub, continuation.next_request(), time_limit.remaining_s(), metadata)
             try:
-                async for response in call:
-                    yield wire.event_from_proto(response)
+                with _quire_errors():
+                    async for response in call:
+                        if (
+                            event := continuation.take(wire.event_from_proto(response))
+                        ) is not None:
+                            yield event
+                continuation.check_complete()
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                time_limit.check(delay_s, error)
+                self._routers.failed(stub, error)
+                await asyncio.sleep(delay_s)
+            except BaseException:  # the caller wants no more
+                if continuation.is_resumable:
+                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                    with contextlib.suppress(Exception):  # it ends by itself, only later
+                        await stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+                raise
             finally:
                 call.cancel()
 
@@ -304,14 +398,33 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Give the outputs when all are complete."""
-        request = inference_pb2.GenerateOnceRequest(
-            request=wire.generate_request_to_proto(prompt, sampling, options)
-        )
-        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
-        with _quire_errors():
-            return wire.completion_from_proto(
-                await self._stub.GenerateOnce(request, timeout=timeout_s, metadata=metadata)
+        if options.get("resumable"):
+            options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+            events = self.generate(
+                prompt, sampling, priority=priority, tenant=tenant, timeout_s=timeout_s, **options
             )
+            return wire.completion_from_events(
+                options["request_id"], [event async for event in events]
+            )
+        metadata = [*self._metadata, *wire.precedence_to_metadata(priority, tenant)]
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        continuation = Continuation(request, self._retry, self._budget)
+        time_limit = TimeLimit(timeout_s)
+        while True:
+            stub = self._stub
+            try:
+                with _quire_errors():
+                    response = await stub.GenerateOnce(
+                        inference_pb2.GenerateOnceRequest(request=request),
+                        timeout=time_limit.remaining_s(),
+                        metadata=metadata,
+                    )
+                return wire.completion_from_proto(response)
+            except QuireError as error:
+                delay_s = continuation.failed(error, time.monotonic())
+                time_limit.check(delay_s, error)
+                self._routers.failed(stub, error)
+                await asyncio.sleep(delay_s)
 
     async def tokenize(
         self,

@@ -75,6 +75,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     cache_pin_s: float | None
     request_id: str
+    resumable: bool
 
 
 @dataclass(frozen=True, slots=True)

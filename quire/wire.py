@@ -23,7 +23,7 @@ from quire.types import (
     Usage,
 )
 from quire.v1 import common_pb2, inference_pb2
-from rpc.errors import InvalidArgumentError
+from rpc.errors import InvalidArgumentError, QuireError
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -186,6 +186,38 @@ def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Compl
     )
     prompt = prompt_scores_from_proto(response.prompt) if response.HasField("prompt") else None
     return Completion(response.request_id, outputs, usage_from_proto(response.usage), prompt)
+
+
+def completion_from_events(request_id: str, events: Sequence[Event]) -> Completion:
+    """Put the events of a stream together, as `GenerateOnce` does.
+
+    Raises QuireError if an output failed.
+    """
+    deltas: dict[int, list[OutputDelta]] = {}
+    ends: dict[int, OutputFinished] = {}
+    usage, prompt = Usage(0, 0, 0), None
+    for event in events:
+        match event:
+            case OutputDelta():
+                deltas.setdefault(event.output_index, []).append(event)
+            case OutputFinished():
+                if event.error is not None:
+                    raise QuireError(event.error.message)
+                ends[event.output_index] = event
+            case PromptScores():
+                prompt = event
+            case Usage():
+                usage = event
+    outputs = tuple(
+        Output(
+            text="".join(delta.text for delta in deltas.get(index, ())),
+            token_ids=tuple(token for delta in deltas.get(index, ()) for token in delta.token_ids),
+            logprobs=tuple(item for delta in deltas.get(index, ()) for item in delta.logprobs),
+            finished=ends[index],
+        )
+        for index in sorted(ends)
+    )
+    return Completion(request_id, outputs, usage, prompt)
 
 
 def finished_from_proto(finished: inference_pb2.OutputFinished) -> OutputFinished:

@@ -108,6 +108,40 @@ class GenerateRequest:
     """Higher is sooner."""
     tenant: str = ""
     """Whom the request is for."""
+    resumable: bool = False
+    """Whether it outlives its stream, so that its client may resume it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTerms:
+    """What a request says of its outputs' text, which the scheduler never sees."""
+
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReceived:
+    """What a client has of one output of a request that it resumes."""
+
+    num_tokens: int = 0
+    num_text_bytes: int = 0
+    """UTF-8."""
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """Asks for the rest of a stream that broke: not yet validated."""
+
+    request_id: str
+    tenant: str
+    received: Mapping[int, OutputReceived]
+    """By output index; of others, nothing."""
+    has_prompt_scores: bool
+    deadline: float | None
+    """As in `GenerateRequest`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from router.domain import (
     Usage,
 )
 from router.inference import Inference
-from router.precedence import with_precedence
+from router.live_request import LiveRequest
+from router.precedence import TENANT_KEY, with_precedence
 from router.scheduler_wire import error_from_code
 from router.wire import (
     event_to_proto,
@@ -25,6 +26,7 @@ from router.wire import (
     logprob_to_proto,
     model_to_proto,
     prompt_scores_to_proto,
+    resume_request_from_proto,
     usage_to_proto,
 )
 from rpc.errors import (
@@ -56,15 +58,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         Writes to the context, rather than being a generator: a call that ends while a write waits
         for the reader then unwinds this very frame, and with it the request, at once.
         """
-        domain_request = _request(request, context)
-        expired: QuireError | None = None
-        async with await self._inference.generate(domain_request) as live:
-            async for event in live:
-                if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
-                    expired = _failure(event)
-                await context.write(event_to_proto(live.request_id, event))
-        if expired is not None:  # what the client's own clock would have said a moment later
-            raise expired
+        await _stream(await self._inference.generate(_request(request, context)), context)
+
+    async def Resume(  # noqa: N802
+        self, request: inference_pb2.ResumeRequest, context: _Context
+    ) -> None:
+        """Streams the events that the client lacks."""
+        tenant = _metadata(context).get(TENANT_KEY, "")
+        resume = resume_request_from_proto(request, tenant, _deadline(context))
+        await _stream(await self._inference.resume(resume), context)
+
+    async def Cancel(  # noqa: N802
+        self, request: inference_pb2.CancelRequest, context: _Context
+    ) -> inference_pb2.CancelResponse:
+        """Ends a request of which the client may have lost the stream."""
+        await self._inference.cancel(request.request_id, _metadata(context).get(TENANT_KEY, ""))
+        return inference_pb2.CancelResponse()
 
     async def GenerateOnce(  # noqa: N802
         self,
@@ -163,10 +172,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def _request(message: inference_pb2.GenerateRequest, context: _Context) -> GenerateRequest:
     """Takes what the message says, and what the call says beside it."""
-    metadata = {
+    request = generate_request_from_proto(message, _deadline(context))
+    return with_precedence(request, _metadata(context))
+
+
+async def _stream(live: LiveRequest, context: _Context) -> None:
+    expired: QuireError | None = None
+    async with live:
+        async for event in live:
+            if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
+                expired = _failure(event)
+            await context.write(event_to_proto(live.request_id, event))
+    if expired is not None:  # what the client's own clock would have said a moment later
+        raise expired
+
+
+def _metadata(context: _Context) -> dict[str, str]:
+    return {
         key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
     }
-    return with_precedence(generate_request_from_proto(message, _deadline(context)), metadata)
 
 
 def _deadline(context: _Context) -> float | None:

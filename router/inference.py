@@ -16,14 +16,23 @@ from router import metrics
 from router.api_keys import ApiKeys
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
-from router.domain import GenerateRequest, Load, ModelInfo, StructuredOutput
+from router.domain import (
+    GenerateRequest,
+    Load,
+    ModelInfo,
+    ResumeRequest,
+    StructuredOutput,
+    TextTerms,
+)
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
 from router.quotas import Lease, Quotas
 from router.scheduler_client import SchedulerClient
+from router.scheduler_news import Resumption
+from router.scheduler_wire import resume_record_of
 from router.stop_strings import StopMatcher, StopPattern
 from router.structured_output import to_grammar
-from router.tenancy import check_operator, claim
+from router.tenancy import check_operator, claim, tenant_of_caller
 from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
 from router.validation import (
@@ -36,6 +45,7 @@ from router.validation import (
 )
 from rpc import telemetry
 from rpc.errors import (
+    AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
     NotFoundError,
@@ -92,6 +102,8 @@ class Inference:
         """Apart, so that no number of questions, and no size, holds up a prompt."""
         self._spans: dict[tuple[str, str], Span] = {}
         """The live requests, by tenant and id: from being taken to being read, or left."""
+        self._lives: dict[tuple[str, str], LiveRequest] = {}
+        """Those of them that have been submitted."""
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -164,28 +176,109 @@ class Inference:
             tenant=request.tenant,
             deadline=request.deadline,
             beam=request.beam,
+            resume_record=resume_record_of(request) if request.resumable else None,
         )
-        end_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        terms = TextTerms(
+            request.stop, request.include_stop_str_in_output, request.skip_special_tokens
+        )
+        live = self._start(record, request.n, terms, patterns, model, lease)
+        self._scheduler.submit(live)
+        return live
+
+    def _start(
+        self,
+        record: ReplayRecord,
+        n: int,
+        terms: TextTerms,
+        patterns: Sequence[StopPattern],
+        model: ModelInfo,
+        lease: Lease,
+    ) -> LiveRequest:
+        end_token_ids = frozenset(record.sampling.stop_token_ids)
+        if not record.sampling.ignore_eos:
             end_token_ids |= frozenset(model.eos_token_ids)
         outputs = [
             LiveOutput(
                 index,
-                Detokenizer(self._tokenizer.table, skip_special_tokens=request.skip_special_tokens),
-                StopMatcher(patterns, include_in_output=request.include_stop_str_in_output),
+                Detokenizer(self._tokenizer.table, skip_special_tokens=terms.skip_special_tokens),
+                StopMatcher(patterns, include_in_output=terms.include_stop_str_in_output),
                 end_token_ids,
             )
-            for index in range(request.n)
+            for index in range(n)
         ]
         live = LiveRequest(
             record,
             outputs,
             model=model.id,
             cancel=self._scheduler.cancel,
+            leave=self._scheduler.leave,
             on_closed=lambda live: self._on_closed(live, lease),
         )
-        self._scheduler.submit(live)
+        self._lives[record.tenant, record.request_id] = live
         return live
+
+    async def resume(self, request: ResumeRequest) -> LiveRequest:
+        """Goes on with a request behind what its client has; the caller reads it as `generate`'s.
+
+        Whoever reads it now, at any router, gets an `AbortedError`. Raises `NotFoundError` if this
+        tenant has no such request that waits to be resumed; `InvalidArgumentError` if the client
+        says to have more than there is; `FailedPreconditionError` for log-probabilities that are
+        lost; `TooBusyError` and `UnavailableError` as `generate`.
+        """
+        live = await self._take_over(request.request_id, request.tenant, request.deadline)
+        try:
+            live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
+        except QuireError:
+            await live.aclose()
+            raise
+        return live
+
+    async def cancel(self, request_id: str, tenant: str) -> None:
+        """Ends a request that can be resumed, whoever reads it; raises as `resume`."""
+        live = await self._take_over(request_id, tenant, None)
+        live.cancel()
+
+    async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
+        model = self.model("")
+        if self._has_api_keys:
+            tenant = tenant_of_caller(tenant)
+        if (tenant, request_id) in self._spans:
+            self._take_away(request_id, tenant)
+        self._take(tenant, request_id)
+        lease: Lease | None = None
+        try:
+            # Its tokens were charged when it began: see `_on_closed`.
+            taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
+            return await self._scheduler.resume(
+                request_id, tenant, lambda found: self._go_on(found, deadline, model, taken)
+            )
+        except BaseException as error:
+            if isinstance(error, QuireError):
+                metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            if (tenant, request_id) in self._spans:  # unless it was resumed, and then left
+                if lease is not None:
+                    lease.end(0)
+                self._release(tenant, request_id)
+            raise
+
+    def _go_on(
+        self, found: Resumption, deadline: float | None, model: ModelInfo, lease: Lease
+    ) -> LiveRequest:
+        record, terms = replace(found.record, deadline=deadline), found.terms
+        patterns = [StopPattern.of(string) for string in terms.stop]
+        return self._start(record, found.n, terms, patterns, model, lease)
+
+    def _take_away(self, request_id: str, tenant: str) -> None:
+        """Ends the call that reads a live request of this router, for another to resume it."""
+        live = self._lives.get((tenant, request_id))
+        if live is None:
+            raise UnavailableError(f"request {request_id!r} is being taken on by another call")
+        if live.record.resume_record is None:
+            raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
+        if not self._scheduler.is_connected:  # whose copy would be the only one
+            raise self._scheduler.unavailable()
+        self._scheduler.drop(live)
+        live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _prepare(
         self, request: GenerateRequest
@@ -218,9 +311,12 @@ class Inference:
         return span
 
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
-        was_admitted = live.num_cached_tokens is not None  # else nothing was computed of it
-        num_tokens = len(live.prompt_token_ids) + live.num_completion_tokens
-        lease.end(num_tokens if was_admitted else 0)
+        if live.goes_on:
+            lease.end_in_full()  # what becomes of it is not this router's to see
+        elif live.num_cached_tokens is None or not lease.num_reserved:
+            lease.end(0)  # it was never admitted, or is charged already
+        else:
+            lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         tenant = live.record.tenant
         span = self._spans[tenant, live.request_id]
         span.set_attribute("gen_ai.usage.output_tokens", live.num_completion_tokens)
@@ -229,6 +325,7 @@ class Inference:
 
     def _release(self, tenant: str, request_id: str) -> None:
         self._spans.pop((tenant, request_id)).end()
+        self._lives.pop((tenant, request_id), None)
         metrics.NUM_REQUESTS_LIVE.dec()
         if self._draining and not self._spans:
             self._drained.set()

@@ -4,8 +4,15 @@ from array import array
 from collections.abc import Container
 
 from router.detokenizer import Detokenizer
-from router.domain import FinishReason, OutputDelta, OutputFinished, TokenLogprob
+from router.domain import (
+    FinishReason,
+    OutputDelta,
+    OutputFinished,
+    OutputReceived,
+    TokenLogprob,
+)
 from router.stop_strings import StopMatcher
+from rpc.errors import FailedPreconditionError, InvalidArgumentError
 
 
 class LiveOutput:
@@ -57,6 +64,38 @@ class LiveOutput:
         """Ends the output; text that was held back is now certain."""
         self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
         self.finished = finished
+
+    def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
+        """Leaves out what the reader has, of all that was pushed; nothing may be taken before.
+
+        Raises `InvalidArgumentError` if it has more than there is, `FailedPreconditionError` if it
+        lacks log-probabilities that came without being kept.
+        """
+        field = f"received[{self.index}]"
+        text = "".join(self._text).encode()
+        for name, value, limit in (
+            ("num_tokens", received.num_tokens, len(self.token_ids)),
+            ("num_text_bytes", received.num_text_bytes, len(text)),
+            ("finished", int(received.finished), int(self.finished is not None)),
+        ):
+            if value > limit:
+                raise InvalidArgumentError(f"{field}.{name}", f"is {value}; there are {limit}")
+        if wants_logprobs:
+            num_lost = len(self.token_ids) - len(self._logprobs)
+            if received.num_tokens < num_lost:
+                raise FailedPreconditionError(
+                    f"{field}.num_tokens is {received.num_tokens}; the log-probabilities of the"
+                    f" first {num_lost} tokens were lost with a scheduler"
+                )
+            del self._logprobs[: received.num_tokens - num_lost]
+        try:
+            self._text = [text[received.num_text_bytes :].decode()]
+        except UnicodeDecodeError:
+            raise InvalidArgumentError(
+                f"{field}.num_text_bytes", f"is {received.num_text_bytes}, within a character"
+            ) from None
+        self._num_tokens_taken = received.num_tokens
+        self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
         """Hands over what is new: one delta of everything, then the end, then None."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -15,13 +15,14 @@ from router.domain import (
     FinishReason,
     OutputError,
     OutputFinished,
+    OutputReceived,
     PromptScores,
     SamplingParams,
     TokenLogprob,
     Usage,
 )
 from router.live_output import LiveOutput
-from rpc.errors import QuireError
+from rpc.errors import InvalidArgumentError, QuireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,16 @@ class ReplayRecord:
     deadline: float | None
     """On the event loop's clock; None: never."""
     beam: BeamSearch | None = None
+    resume_record: bytes | None = None
+    """What a router needs to resume the request, besides all this; None: it cannot be resumed."""
 
 
 class LiveRequest:
     """A request that the scheduler works on, and the stream of its events.
 
     A face reads it as an asynchronous iterator, under `async with`: leaving the block early, for
-    whatever reason, cancels what is still live. A refusal by the scheduler is raised, as the
+    whatever reason, cancels what is still live or, if the request can be resumed, leaves it to the
+    scheduler until somebody does. A refusal by the scheduler is raised, as the
     `QuireError` it is, from the first `__anext__`; a failure after that is an `OutputFinished` with
     reason ERROR. After the `Usage` the iteration ends.
 
@@ -70,12 +74,14 @@ class LiveRequest:
         *,
         model: str,
         cancel: Callable[[Sequence[int]], None],
+        leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
     ) -> None:
         """Takes its place between scheduler and reader; belongs to the running event loop.
 
-        `cancel` ends sequences at the scheduler, without an echo to this request. `on_closed` is
-        called once, when the reader has taken everything or has left.
+        `cancel` ends sequences at the scheduler, without an echo to this request. `leave` is
+        called instead if a reader leaves who may resume. `on_closed` is called once, when the
+        reader has taken everything or has left.
         """
         self.record = record
         self.model = model
@@ -83,12 +89,15 @@ class LiveRequest:
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
         self.num_pinned_tokens = 0
+        self.goes_on = False
+        """Whether the request goes on without this reader, who has left."""
         self.num_submits = 0
         """How often the scheduler was told; counted by the scheduler client."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()
         self._cancel = cancel
+        self._leave = leave
         self._on_closed = on_closed
         self._news = asyncio.Event()
         self._prompt_logprobs: list[TokenLogprob] | None = None
@@ -99,6 +108,7 @@ class LiveRequest:
         self._num_outputs_read = 0  # outputs whose end the reader has taken
         self._accepted = False  # the reader has taken an event: too late to refuse
         self._closed = False
+        self._taken_away: QuireError | None = None
         self._timer = (
             None if record.deadline is None else loop.call_at(record.deadline, self._expire)
         )
@@ -130,14 +140,23 @@ class LiveRequest:
         return [output.finished.reason.value for output in self.outputs if output.finished]
 
     def push_token(
-        self, seq_key: int, token_id: int, logprob: TokenLogprob | None, now: float
+        self,
+        seq_key: int,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        now: float,
+        *,
+        is_new: bool = True,
     ) -> bool:
         """Adds a token to an output that has not ended; True if a stop string ended it thereby.
 
-        The caller then cancels the sequence. `now` is on the event loop's clock.
+        The caller then cancels the sequence. `now` is on the event loop's clock. One that is not
+        new, but known from before the request was resumed, does not count in the metrics.
         """
         output = self.outputs[seq_key - self.record.first_seq_key]
-        if output.last_token_at is None:
+        if not is_new:
+            pass
+        elif output.last_token_at is None:
             if output.index == 0:
                 metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
         elif self.record.beam is None:  # the tokens of a search come all at once
@@ -197,6 +216,40 @@ class LiveRequest:
         for seq_key in self.live_seq_keys:
             self.finish(seq_key, FinishReason.ERROR, error=failure)
 
+    def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
+        """Leaves out what the reader has, of all that was pushed; nothing may be read before.
+
+        Raises `InvalidArgumentError` if it has more than there is, `FailedPreconditionError` if it
+        lacks what was lost; then the request is to be closed.
+        """
+        for index in received:
+            if index >= len(self.outputs):
+                raise InvalidArgumentError(
+                    "received.output_index", f"is {index}; it must be below n = {len(self.outputs)}"
+                )
+        wants_logprobs = self.record.sampling.logprobs is not None
+        for output in self.outputs:
+            part = received.get(output.index, OutputReceived())
+            output.skip(part, wants_logprobs=wants_logprobs)
+            self._num_outputs_read += part.finished
+        if has_prompt_scores:
+            self._prompt_logprobs = None
+        self._accepted = True
+
+    def cancel(self) -> None:
+        """Ends what is still live, also if it could be resumed, and the reading with it."""
+        if seq_keys := self.live_seq_keys:
+            self._cancel(seq_keys)
+            for seq_key in seq_keys:
+                self.finish(seq_key, FinishReason.CANCELLED)
+        self._close()
+
+    def take_away(self, error: QuireError) -> None:
+        """Ends the reading with `error`, and nothing else: another call has the request."""
+        self._taken_away = error
+        self.goes_on = True
+        self._close()
+
     def _tell(self, output: LiveOutput) -> None:
         """Wakes the reader; called after each change of an output."""
         self._outputs_with_news[output.index] = None
@@ -225,6 +278,8 @@ class LiveRequest:
                 return event
             self._news.clear()
             await self._news.wait()
+        if self._taken_away is not None:
+            raise self._taken_away
         raise StopAsyncIteration
 
     def _next_event(self) -> Event | None:
@@ -253,7 +308,7 @@ class LiveRequest:
         )
 
     async def aclose(self) -> None:
-        """Cancels what is still live and ends the iteration; may be called again."""
+        """Cancels or leaves what is still live and ends the iteration; may be called again."""
         self._close()
 
     def _close(self) -> None:
@@ -262,7 +317,12 @@ class LiveRequest:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._refusal is None and (seq_keys := self.live_seq_keys):
+        is_over = self._refusal is not None or self._taken_away is not None
+        seq_keys = [] if is_over else self.live_seq_keys
+        if seq_keys and self.record.resume_record is not None:
+            self.goes_on = True
+            self._leave(self)
+        elif seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
                 self.finish(seq_key, FinishReason.CANCELLED)

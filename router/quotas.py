@@ -135,7 +135,7 @@ class Lease:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._num_reserved = 0
+        self.num_reserved = 0
 
     def reserve(self, num_tokens: int, now: float) -> None:
         """Charge the prompt and the most that is produced, once.
@@ -145,11 +145,15 @@ class Lease:
             TooBusyError: It has not so much now.
         """
         self._meter.reserve(num_tokens, now)
-        self._num_reserved = num_tokens
+        self.num_reserved = num_tokens
 
     def end(self, num_tokens: int) -> None:
         """Give back all but `num_tokens`, which were used; called once."""
-        self._meter.settle(self._num_reserved, num_tokens)
+        self._meter.settle(self.num_reserved, num_tokens)
+
+    def end_in_full(self) -> None:
+        """Give back nothing: the request goes on where nobody counts; instead of `end`."""
+        self._meter.settle(self.num_reserved, self.num_reserved)
 
 
 class Quotas:

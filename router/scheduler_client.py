@@ -19,8 +19,17 @@ from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.outbox import Outbox
-from router.scheduler_news import News, Refusal, SchedulerModel, StepNews, Welcome
+from router.resuming import ResumingCalls, StartResumed
+from router.scheduler_news import (
+    News,
+    Refusal,
+    Resumption,
+    SchedulerModel,
+    StepNews,
+    Welcome,
+)
 from router.scheduler_wire import news_from_proto
+from router.validation import MAX_N
 from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
@@ -74,6 +83,7 @@ class SchedulerClient:
         self._next_seq_key = 0
         self._seq_key_to_live: dict[int, LiveRequest] = {}
         """The sequences that the scheduler works on, or will as soon as there is one."""
+        self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
         self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
@@ -85,6 +95,11 @@ class SchedulerClient:
         None before the first welcome, and when the scheduler's model does not fit the tokenizer.
         """
         return self._model
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a scheduler."""
+        return self._outbox is not None
 
     def reserve_seq_keys(self, n: int) -> int:
         """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.
@@ -113,6 +128,29 @@ class SchedulerClient:
         live = next(iter(key_to_live.values()))
         if not self._outbox.drop(live):
             self._outbox.cancel(list(key_to_live))
+
+    def leave(self, live: LiveRequest) -> None:
+        """Leaves a request to the scheduler, until its client resumes it through some router."""
+        self.drop(live)
+        # Without a scheduler, or if it was never told, there is nobody to keep it.
+        if self._outbox is not None and not self._outbox.drop(live):
+            self._outbox.leave(live.live_seq_keys)
+
+    def drop(self, live: LiveRequest) -> None:
+        """Hears no more of a request, whatever the scheduler does."""
+        for seq_key in live.live_seq_keys:
+            self._seq_key_to_live.pop(seq_key, None)
+
+    async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
+        """Takes over a request; gives it with all that came of it, and its news from then on.
+
+        `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
+        refuses, such as `NotFoundError`; `UnavailableError` while there is none.
+        """
+        first_seq_key = self.reserve_seq_keys(MAX_N)
+        assert self._outbox is not None, "else no keys are given"
+        self._outbox.resume(request_id, tenant, first_seq_key)
+        return await self._resuming.wait(first_seq_key, start)
 
     def unavailable(self) -> UnavailableError:
         """Why there is no scheduler to serve a request."""
@@ -262,6 +300,7 @@ class SchedulerClient:
             log.info("scheduler not reached", target=self._target, reason=reason)
             return
         self._outbox = None
+        self._resuming.fail_all(UnavailableError(f"lost the scheduler: {reason}"))
         num_live = len(set(self._seq_key_to_live.values()))
         log.warning("scheduler lost", target=self._target, reason=reason, num_live=num_live)
         metrics.SCHEDULER_CONNECTED.set(0)
@@ -275,10 +314,12 @@ class SchedulerClient:
                     self._hear_step(news)
             case Refusal():
                 self._hear_refusal(news)
+            case Resumption():
+                self._hear_resumption(news)
             case Welcome():
                 raise QuireError("a second welcome")
 
-    def _hear_step(self, news: StepNews) -> None:
+    def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
         # A sequence that is not in the table was cancelled while its news was on the way.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
@@ -294,8 +335,8 @@ class SchedulerClient:
             live = table.get(seq_key)
             if live is None:
                 continue
-            num_tokens += 1
-            if live.push_token(seq_key, token_id, news.logprobs.get(i), now):
+            num_tokens += is_new
+            if live.push_token(seq_key, token_id, news.logprobs.get(i), now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
         metrics.GENERATION_TOKENS.inc(num_tokens)
@@ -314,7 +355,20 @@ class SchedulerClient:
         if stopped and self._outbox is not None:
             self._outbox.cancel(stopped)
 
+    def _hear_resumption(self, resumption: Resumption) -> None:
+        def replay(live: LiveRequest) -> None:
+            live.num_submits = 1
+            self._seq_key_to_live.update(dict.fromkeys(live.live_seq_keys, live))
+            self._hear_step(resumption.so_far, is_new=False)
+
+        if self._resuming.answer(resumption, replay) is None:  # the call has ended meanwhile
+            assert self._outbox is not None, "it is heard"
+            first_seq_key = resumption.record.first_seq_key
+            self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
+
     def _hear_refusal(self, refusal: Refusal) -> None:
+        if self._resuming.fail(refusal.first_seq_key, refusal.error):
+            return
         live = self._seq_key_to_live.get(refusal.first_seq_key)
         if live is None:  # unless output 0 has ended before the request was submitted again
             live = next(

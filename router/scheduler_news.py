@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from router.domain import FinishReason, OutputError, TokenLogprob
+from router.domain import FinishReason, OutputError, TextTerms, TokenLogprob
+from router.live_request import ReplayRecord
 from rpc.errors import QuireError
 
 
@@ -95,4 +96,16 @@ class StepNews:
     endings: tuple[Ending, ...]
 
 
-News: TypeAlias = Welcome | StepNews | Refusal
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A request that is this router's from now on."""
+
+    record: ReplayRecord
+    """As it was submitted, under the keys that this router gave it; its deadline is not known."""
+    terms: TextTerms
+    n: int
+    so_far: StepNews
+    """All that came of it."""
+
+
+News: TypeAlias = Welcome | StepNews | Refusal | Resumption

@@ -1,12 +1,14 @@
 """Messages of the scheduler's contract to domain values and back."""
 
+from array import array
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from quire.v1 import common_pb2, scheduler_pb2
-from router.domain import FinishReason, OutputError
-from router.live_request import LiveRequest
+from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
+from router.domain import FinishReason, GenerateRequest, OutputError, OutputFinished, TextTerms
+from router.live_request import LiveRequest, ReplayRecord
 from router.scheduler_news import (
     Admission,
     Ending,
@@ -14,12 +16,22 @@ from router.scheduler_news import (
     Pin,
     PromptPart,
     Refusal,
+    Resumption,
     SchedulerModel,
     StepNews,
     Welcome,
 )
-from router.wire import beam_to_proto, logprob_from_proto, sampling_to_proto
+from router.wire import (
+    FINISH_REASON_TO_PROTO,
+    beam_from_proto,
+    beam_to_proto,
+    error_to_proto,
+    logprob_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from rpc.errors import (
+    AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
     InvalidArgumentError,
@@ -42,6 +54,7 @@ _REASON_FROM_PROTO: Final = {
 _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
     error.code.value[0]: error
     for error in (
+        AbortedError,
         AlreadyExistsError,
         DeadlineExceededError,
         NotFoundError,
@@ -59,7 +72,9 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
     record = live.record
     so_far = [
         scheduler_pb2.OutputSoFar(
-            token_ids=pack_int32(output.token_ids), finished=output.finished is not None
+            token_ids=pack_int32(output.token_ids),
+            finished=output.finished is not None,
+            end=_end_to_proto(output.finished) if record.resume_record is not None else None,
         )
         for output in live.outputs
     ]
@@ -79,7 +94,57 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
             tenant=record.tenant,
             deadline_s=None if record.deadline is None else max(0.0, record.deadline - now),
             beam=None if record.beam is None else beam_to_proto(record.beam),
+            resume_record=record.resume_record,
         )
+    )
+
+
+def resume_record_of(request: GenerateRequest) -> bytes:
+    """Writes what a router that resumes a request needs besides its `Submit`."""
+    return inference_pb2.GenerateRequest(
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+    ).SerializeToString()
+
+
+def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
+    submit = message.submit
+    try:
+        terms = inference_pb2.GenerateRequest.FromString(submit.resume_record)
+    except DecodeError as error:
+        raise InvalidArgumentError("resume_record", f"is not a router's: {error}") from error
+    return Resumption(
+        record=ReplayRecord(
+            request_id=submit.request_id,
+            first_seq_key=submit.first_seq_key,
+            prompt_token_ids=array("i", unpack_int32(submit.prompt_token_ids, "prompt_token_ids")),
+            sampling=sampling_from_proto(submit.sampling),
+            cache_salt=submit.cache_salt,
+            cache_pin_s=submit.cache_pin_s if submit.HasField("cache_pin_s") else None,
+            traceparent=submit.traceparent,
+            priority=submit.priority,
+            tenant=submit.tenant,
+            deadline=None,
+            beam=beam_from_proto(submit.beam) if submit.HasField("beam") else None,
+            resume_record=submit.resume_record,
+        ),
+        terms=TextTerms(
+            tuple(terms.stop), terms.include_stop_str_in_output, terms.skip_special_tokens
+        ),
+        n=submit.n,
+        so_far=_step_from_proto(message.so_far),
+    )
+
+
+def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFinished | None:
+    if finished is None:
+        return None
+    return scheduler_pb2.SequenceFinished(
+        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
+        stop_token_id=finished.stop_token_id,
+        error=None if finished.error is None else error_to_proto(finished.error),
+        cumulative_logprob=finished.cumulative_logprob,
     )
 
 
@@ -90,6 +155,8 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
             return _step_from_proto(message.step)
         case "refused":
             return _refusal_from_proto(message.refused)
+        case "resumed":
+            return _resumption_from_proto(message.resumed)
         case "welcome":
             model = message.welcome.model
             return Welcome(

@@ -12,8 +12,11 @@ from router.domain import (
     Load,
     ModelInfo,
     OutputDelta,
+    OutputError,
     OutputFinished,
+    OutputReceived,
     PromptScores,
+    ResumeRequest,
     SamplingParams,
     StructuredForm,
     StructuredOutput,
@@ -22,7 +25,7 @@ from router.domain import (
 )
 from rpc.errors import InvalidArgumentError
 
-_FINISH_REASON_TO_PROTO: Final = {
+FINISH_REASON_TO_PROTO: Final = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
@@ -39,6 +42,24 @@ _EARLY_STOPPING_FROM_PROTO: Final = {
     common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
     **{proto: domain for domain, proto in _EARLY_STOPPING_TO_PROTO.items()},
 }
+
+
+def resume_request_from_proto(
+    message: inference_pb2.ResumeRequest, tenant: str, deadline: float | None
+) -> ResumeRequest:
+    """Reads a request for the rest of a stream; raises InvalidArgumentError without an id."""
+    if not message.request_id:
+        raise InvalidArgumentError("request_id", "is empty; it must name the request to resume")
+    return ResumeRequest(
+        request_id=message.request_id,
+        tenant=tenant,
+        received={
+            part.output_index: OutputReceived(part.num_tokens, part.num_text_bytes, part.finished)
+            for part in message.received
+        },
+        has_prompt_scores=message.has_prompt_scores,
+        deadline=deadline,
+    )
 
 
 def generate_request_from_proto(
@@ -63,14 +84,16 @@ def generate_request_from_proto(
             message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         ),
         n=message.n if message.HasField("n") else 1,
-        beam=_beam_from_proto(message.beam) if message.HasField("beam") else None,
+        beam=beam_from_proto(message.beam) if message.HasField("beam") else None,
         cache_salt=message.cache_salt,
         cache_pin_s=message.cache_pin_s if message.HasField("cache_pin_s") else None,
         deadline=deadline,
+        resumable=message.resumable,
     )
 
 
-def _beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
+def beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
+    """Reads a search; raises InvalidArgumentError for an enum that is not known."""
     if message.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
         raise InvalidArgumentError(
             "beam.early_stopping", f"is {message.early_stopping}, which this version does not know"
@@ -208,16 +231,17 @@ def finished_to_proto(finished: OutputFinished) -> inference_pb2.OutputFinished:
     error = finished.error
     return inference_pb2.OutputFinished(
         output_index=finished.output_index,
-        finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
+        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
         stop_string=finished.stop_string,
         stop_token_id=finished.stop_token_id,
-        error=None
-        if error is None
-        else common_pb2.OutputError(
-            code=error.code, message=error.message, retryable=error.retryable
-        ),
+        error=None if error is None else error_to_proto(error),
         cumulative_logprob=finished.cumulative_logprob,
     )
+
+
+def error_to_proto(error: OutputError) -> common_pb2.OutputError:
+    """Writes a failure."""
+    return common_pb2.OutputError(code=error.code, message=error.message, retryable=error.retryable)
 
 
 def usage_to_proto(usage: Usage) -> inference_pb2.Usage:

@@ -58,6 +58,13 @@ class AlreadyExistsError(QuireError):
     http_status = 409
 
 
+class AbortedError(QuireError):
+    """Another call has taken over what this one was at."""
+
+    code = grpc.StatusCode.ABORTED
+    http_status = 409
+
+
 class TooBusyError(QuireError):
     """A bounded queue is full; `retry_after_s` says when to come back."""
 

@@ -30,6 +30,7 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
         errors.UnauthenticatedError,
         errors.PermissionDeniedError,
         errors.NotFoundError,
+        errors.AbortedError,
         errors.AlreadyExistsError,
         errors.UnavailableError,
         errors.DeadlineExceededError,

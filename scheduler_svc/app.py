@@ -1,9 +1,10 @@
 """The scheduler process: the only place that constructs its parts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -15,6 +16,7 @@ from scheduler_svc.core.replica import Replica
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
+from scheduler_svc.kept_requests import KeptRequests
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
@@ -60,7 +62,8 @@ async def _run_scheduler(
 ) -> None:
     stop = stop if stop is not None else asyncio.Event()
     health = Health()
-    streams = RouterStreams(settings.max_backlog_mb * _MIB)
+    kept = KeptRequests(grace_s=settings.resume_grace_s, max_bytes=settings.resume_max_mb * _MIB)
+    streams = RouterStreams(settings.max_backlog_mb * _MIB, kept)
     spans = QueueSpans()
     metrics = SchedulerMetrics(registry)
     fleet = Fleet(
@@ -99,17 +102,20 @@ async def _run_scheduler(
     registry.register(SpaceCollector(fleet.spaces))
     health.add_liveness("steps", fleet.describe_stall)
     servicer = SchedulerServicer(fleet, streams, migrator, settings.epoch)
-    reign: asyncio.Task[None] | None = None
-    rebalancing: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = []
+
+    def run(work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run for as long as the scheduler serves; it serves for as long as that runs."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda _: stop.set())
+        tasks.append(task)
 
     async def start(addresses: Addresses) -> None:
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
-        nonlocal reign, rebalancing
+        run(fleet.run(engines), "engines")
+        run(servicer.give_up_kept(), "kept requests")
         if settings.rebalance and len(engines) > 1:
-            rebalancing = asyncio.create_task(migrator.rebalance(), name="rebalancing")
-            rebalancing.add_done_callback(lambda _: stop.set())
-        reign = asyncio.create_task(fleet.run(engines), name="engines")
-        reign.add_done_callback(lambda _: stop.set())
+            run(migrator.rebalance(), "rebalancing")
         if on_started is not None:
             await on_started(addresses)
 
@@ -124,7 +130,6 @@ async def _run_scheduler(
         )
     finally:
         migrator.stop()
-        tasks = [task for task in (reign, rebalancing) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
 import grpc.aio
@@ -12,11 +12,12 @@ from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.grpc_server import Service
 from scheduler_svc.core.describe import describe
-from scheduler_svc.core.request import SeqKey
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
+from scheduler_svc.holding import live_seq_keys
 from scheduler_svc.migrator import Migrator
-from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.router_stream import RouterStream
+from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.kv import description_to_proto, query_from_proto
 from scheduler_svc.wire.router import (
     defragmentation_to_proto,
@@ -25,6 +26,9 @@ from scheduler_svc.wire.router import (
     request_from_proto,
     welcome_to_proto,
 )
+
+_GIVE_UP_S = 0.5
+"""How often requests are looked for that are to be given up."""
 
 log = structlog.get_logger()
 
@@ -37,8 +41,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         self._fleet = fleet
         self._streams = streams
+        self._kept = streams.kept
         self._migrator = migrator
         self._epoch = epoch
+
+    async def give_up_kept(self) -> None:
+        """End the requests that nobody has resumed in time, until cancelled."""
+        while True:
+            await asyncio.sleep(_GIVE_UP_S)
+            for source, seq_keys in self._kept.give_up(time.monotonic()):
+                self._fleet.cancel(source, seq_keys)
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
     # closed whenever its garbage is collected, and its sequences would run on until then.
@@ -60,7 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             reader.cancel()
             self._streams.close(stream)
-            self._fleet.drop_source(stream.source)
+            self._drop(stream)
             log.info("router disconnected", router_id=router_id, source=stream.source)
 
     async def GetSchedulerLoad(  # noqa: N802
@@ -136,8 +148,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case "submit":
                 self._submit(message.submit, stream, model)
             case "cancel":
-                keys = [SeqKey(key) for key in message.cancel.seq_keys]
-                self._fleet.cancel(stream.source, keys)
+                self._cancel(message.cancel.seq_keys, stream)
+            case "resume":
+                self._resume(message.resume, stream)
+            case "leave":
+                if not message.leave.seq_keys:
+                    raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")
+                if not self._kept.leave(stream, message.leave.seq_keys[0], time.monotonic()):
+                    self._cancel(message.leave.seq_keys, stream)
             case "hello":
                 raise InvalidArgumentError("hello", "came twice; it must come once")
             case _:
@@ -148,14 +166,36 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         try:
             request = request_from_proto(message, stream.source, model, time.monotonic())
-            stream.claim(request)
+            stream.claim(live_seq_keys(request))
         except InvalidArgumentError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))
             return
         try:
+            if message.HasField("resume_record"):
+                stale = self._kept.keep(request, message, stream)
+                if stale is not None:
+                    self._fleet.cancel(*stale)
             self._fleet.submit(request)
         except QuireError as error:
             self._streams.refuse(request, error)
+
+    def _cancel(self, seq_keys: Iterable[int], stream: RouterStream) -> None:
+        for source, keys in self._kept.by_source(stream, seq_keys).items():
+            self._fleet.cancel(source, keys)
+
+    def _resume(self, message: scheduler_pb2.Resume, stream: RouterStream) -> None:
+        try:
+            self._kept.resume(message, stream, time.monotonic())
+        except QuireError as error:
+            stream.refuse(refused_to_proto(message.first_seq_key, error))
+
+    def _drop(self, stream: RouterStream) -> None:
+        """End what was submitted on a stream that has ended, but for what may be resumed."""
+        seq_keys = self._kept.leave_all(stream, time.monotonic())
+        if seq_keys is None:
+            self._fleet.drop_source(stream.source)
+        elif seq_keys:
+            self._fleet.cancel(stream.source, sorted(seq_keys))
 
 
 def scheduler_service(servicer: SchedulerServicer) -> Service:

@@ -88,6 +88,12 @@ class SchedulerSettings(ProcessSettings):
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
     """How much may wait for a router that does not read, in MiB, before its stream is ended."""
+    resume_grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """How long a request that its client may resume goes on without one, and how long what came of
+    it is kept after its end, in seconds; 0: every request ends with its client's call."""
+    resume_max_mb: Annotated[int, Field(ge=1)] = 256
+    """How much memory the prompts and outputs of resumable requests may take, in MiB. Beyond it the
+    oldest of those that nobody reads are given up early, and then no more are taken."""
 
     record: Path | None = None
     """Directory for recordings of all that the scheduler decides, one file for each attachment of a

@@ -62,6 +62,7 @@ def _answer(client: Client, settings: ChatSettings, messages: Sequence[ChatMessa
         sampling_from(settings),
         timeout_s=settings.timeout_s,
         model=settings.served_model_name,
+        resumable=True,
     )
     text = show_one(events)
     print()

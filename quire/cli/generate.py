@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
             beam=beam_from(settings),
             stop=(settings.stop,) if settings.stop else (),
             cache_pin_s=settings.cache_pin_s,
+            resumable=True,
         )
         if settings.n > 1:
             show_each(events, settings.n)

@@ -41,6 +41,13 @@ class InferenceServiceStub(object):
     passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
     work within two steps.
 
+    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
+    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
+    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
+    lost, doubled or contradicted. The newest call has the request; an older one that is still open
+    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
+    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
@@ -60,6 +67,16 @@ class InferenceServiceStub(object):
                 '/quire.v1.InferenceService/Generate',
                 request_serializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/quire.v1.InferenceService/Resume',
+                request_serializer=quire_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/quire.v1.InferenceService/Cancel',
+                request_serializer=quire_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
         self.GenerateOnce = channel.unary_unary(
                 '/quire.v1.InferenceService/GenerateOnce',
@@ -109,6 +126,13 @@ class InferenceServiceServicer(object):
     passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
     work within two steps.
 
+    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
+    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
+    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
+    lost, doubled or contradicted. The newest call has the request; an older one that is still open
+    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
+    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
@@ -120,6 +144,24 @@ class InferenceServiceServicer(object):
 
     def Generate(self, request, context):
         """Streams the outputs of one prompt as they are produced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with the stream of a `resumable` request behind what the client has of it. NOT_FOUND if
+        this tenant has no such request, or its grace period is over; FAILED_PRECONDITION if
+        log-probabilities that are missing were lost together with a scheduler; INVALID_ARGUMENT if the
+        client claims to have more than there is; otherwise as `Generate`. The call's deadline takes the
+        place of the one before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a `resumable` request, whoever reads it, if anybody does. NOT_FOUND as for `Resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +220,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
             'GenerateOnce': grpc.unary_unary_rpc_method_handler(
                     servicer.GenerateOnce,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateOnceRequest.FromString,
@@ -232,6 +284,13 @@ class InferenceService(object):
     passes ends with DEADLINE_EXCEEDED. Ending the call early, by cancellation or deadline, stops the
     work within two steps.
 
+    A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
+    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
+    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
+    lost, doubled or contradicted. The newest call has the request; an older one that is still open
+    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
+    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
@@ -258,6 +317,60 @@ class InferenceService(object):
             '/quire.v1.InferenceService/Generate',
             quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.InferenceService/Resume',
+            quire_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/Cancel',
+            quire_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

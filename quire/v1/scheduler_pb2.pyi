@@ -9,24 +9,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel")
+    __slots__ = ("hello", "submit", "cancel", "resume", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    leave: Leave
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("welcome", "step", "refused")
+    __slots__ = ("welcome", "step", "refused", "resumed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     welcome: SchedulerWelcome
     step: StepOutput
     refused: Refused
-    def __init__(self, welcome: _Optional[_Union[SchedulerWelcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    resumed: Resumed
+    def __init__(self, welcome: _Optional[_Union[SchedulerWelcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id",)
@@ -43,7 +49,7 @@ class SchedulerWelcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam")
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam", "resume_record")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +63,7 @@ class Submit(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_PIN_S_FIELD_NUMBER: _ClassVar[int]
     BEAM_FIELD_NUMBER: _ClassVar[int]
+    RESUME_RECORD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_seq_key: int
     n: int
@@ -70,15 +77,42 @@ class Submit(_message.Message):
     deadline_s: float
     cache_pin_s: float
     beam: _common_pb2.BeamSearch
-    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ...) -> None: ...
+    resume_record: bytes
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ..., resume_record: _Optional[bytes] = ...) -> None: ...
 
 class OutputSoFar(_message.Message):
-    __slots__ = ("token_ids", "finished")
+    __slots__ = ("token_ids", "finished", "end")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     finished: bool
-    def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ...) -> None: ...
+    end: SequenceFinished
+    def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ..., end: _Optional[_Union[SequenceFinished, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("request_id", "tenant", "first_seq_key")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    first_seq_key: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., first_seq_key: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("seq_keys",)
+    SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
+    seq_keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seq_keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("submit", "so_far")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    SO_FAR_FIELD_NUMBER: _ClassVar[int]
+    submit: Submit
+    so_far: StepOutput
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., so_far: _Optional[_Union[StepOutput, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_keys",)

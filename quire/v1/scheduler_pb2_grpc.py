@@ -34,8 +34,11 @@ class SchedulerServiceStub(object):
     that produced something for this router, holding the news of all its sequences. To a router that
     reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
-    comes back submits them again with what they had produced so far.
+    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
+    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
+    submits what it has live again, with what that had produced so far; this takes the place of what
+    still runs of it.
     """
 
     def __init__(self, channel):
@@ -80,8 +83,11 @@ class SchedulerServiceServicer(object):
     that produced something for this router, holding the news of all its sequences. To a router that
     reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
-    comes back submits them again with what they had produced so far.
+    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
+    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
+    submits what it has live again, with what that had produced so far; this takes the place of what
+    still runs of it.
     """
 
     def Connect(self, request_iterator, context):
@@ -171,8 +177,11 @@ class SchedulerService(object):
     that produced something for this router, holding the news of all its sequences. To a router that
     reads slowly it sends several steps merged into one. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
-    some step. When the stream breaks, the scheduler cancels the router's sequences; a router that
-    comes back submits them again with what they had produced so far.
+    some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
+    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
+    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
+    submits what it has live again, with what that had produced so far; this takes the place of what
+    still runs of it.
     """
 
     @staticmethod

@@ -36,6 +36,7 @@ log = structlog.get_logger()
 MAX_BODY_BYTES = 16 * 2**20
 """Room for a million tokens as numbers; parsing it holds the event loop for some 0.1 s."""
 
+_RESUMABLE_HEADER = "X-Quire-Resumable"
 _REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
 
 B = TypeVar("B", bound=Body)
@@ -68,14 +69,14 @@ def routes(
         body = await _read_body(request, CompletionBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         call = completion_call(inference, body, call_id.value)
-        return await answer(request, inference, _with_precedence(call, request))
+        return await answer(request, inference, _with_headers(call, request))
 
     async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
         """Answer a chat, by the model's chat template."""
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         call = await chat_call(inference, body, call_id.value)
-        return await answer(request, inference, _with_precedence(call, request))
+        return await answer(request, inference, _with_headers(call, request))
 
     async def list_models(_: web.Request, __: _CallId) -> web.Response:
         """List the models served."""
@@ -131,9 +132,20 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
     return handle
 
 
-def _with_precedence(call: Call, http: web.Request) -> Call:
-    """The call with the order that its headers ask for."""
-    return replace(call, requests=[with_precedence(r, http.headers) for r in call.requests])
+def _with_headers(call: Call, http: web.Request) -> Call:
+    """The call with what its headers ask for: an order, and that it may be resumed over gRPC."""
+    resumable = http.headers.get(_RESUMABLE_HEADER, "false").lower()
+    if resumable not in ("true", "false"):
+        raise InvalidArgumentError(
+            _RESUMABLE_HEADER, f"is {excerpt(resumable)}; it must be true or false"
+        )
+    return replace(
+        call,
+        requests=[
+            replace(with_precedence(request, http.headers), resumable=resumable == "true")
+            for request in call.requests
+        ],
+    )
 
 
 def _check_request_id(request_id: str) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
-from rpc.packing import pack_int32, pack_uint64, unpack_int32
+from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
@@ -220,6 +220,36 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4
     return merged
+
+
+def renamed_part(
+    output: scheduler_pb2.StepOutput, names: Mapping[int, int]
+) -> scheduler_pb2.StepOutput | None:
+    """Make a message of what `output` says of some sequences, under other names; None: nothing.
+
+    `names` maps a sequence's key in `output` to the one in the result.
+    """
+    seq_keys = unpack_uint64(output.seq_keys, "seq_keys").tolist()
+    places = [place for place, key in enumerate(seq_keys) if key in names]
+    part = scheduler_pb2.StepOutput(
+        step_id=output.step_id,
+        seq_keys=pack_uint64([names[seq_keys[place]] for place in places]),
+        token_ids=pack_int32(unpack_int32(output.token_ids, "token_ids")[places]),
+    )
+    if output.logprobs:
+        place_to_index = {place: index for index, place in enumerate(places)}
+        for item in output.logprobs:
+            if (index := place_to_index.get(item.index)) is not None:
+                part.logprobs.add(index=index, logprob=item.logprob)
+    says_more = bool(places)
+    for field in ("admitted", "finished", "prompt_logprobs", "pinned"):
+        for item in getattr(output, field):
+            if item.seq_key in names:
+                says_more = True
+                copy = getattr(part, field).add()
+                copy.CopyFrom(item)
+                copy.seq_key = names[item.seq_key]
+    return part if says_more else None
 
 
 def _output_of(

@@ -6,6 +6,8 @@ from google.protobuf import descriptor_pb2
 STREAM_MESSAGES = {
     # Not a request and its response: two streams whose messages have names of their own.
     "WorkerService.Execute": ("StepBatch", "StepResult"),
+    # The rest of that stream, which clients read with the same code.
+    "InferenceService.Resume": ("ResumeRequest", "GenerateResponse"),
 }
 
 FILE = descriptor_pb2.FileDescriptorProto

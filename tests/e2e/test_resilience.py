@@ -9,9 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from quire.client import SamplingParams
 from quire.v1 import common_pb2, inference_pb2
 from tests.e2e.child import START_S, eventually
 from tests.e2e.generation import Result, generate_request, read
+from tests.e2e.resuming_reader import ResumingReader, merged
 from tests.e2e.service import Service
 
 NUM_TOKENS = 600
@@ -227,6 +229,31 @@ def test_streams_survive_a_worker_that_is_told_to_end(
     assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
     own.start_worker()
     _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Service, at_once: bool):
+    """At once, nobody knows it any more: it is drawn again, and what came is left out."""
+    sampling = SamplingParams(
+        temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
+    )
+    request = [8] * 40, sampling, {"n": 2}
+    expected = merged(ResumingReader([own.target], *request).events.result(60))
+    reader = ResumingReader([own.target], *request)
+    assert reader.is_under_way.wait(30)
+    own.scheduler.kill()
+    if not at_once:
+        own.start_scheduler()
+        before = reader.num_tokens
+        eventually(lambda: reader.num_tokens > before or None, "the stream goes on", START_S)
+    own.router.kill()
+    assert not reader.events.done(), "it was too short to matter"
+    if at_once:
+        own.start_scheduler()
+    own.start_router()
+    assert merged(reader.events.result(60)) == expected
     own.wait_until_ready()
     own.wait_until_idle()
 

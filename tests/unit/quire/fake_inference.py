@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.v1 import common_pb2, inference_pb2, kv_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
-from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from rpc.packing import pack_int32
 
 
@@ -33,6 +33,8 @@ class FakeInference(InferenceServiceServicer):
                 if request.sampling.HasField("logprobs"):
                     delta.logprobs.add(logprob=-0.5, top_token_ids=[index], top_logprobs=[-0.5])
                 yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
+                if request.text == "breaks":
+                    raise UnavailableError("the router is shutting down")
             if request.text == "endless":
                 await asyncio.Event().wait()
         except (asyncio.CancelledError, GeneratorExit):  # at a send, or at the wait
@@ -47,6 +49,21 @@ class FakeInference(InferenceServiceServicer):
         yield inference_pb2.GenerateResponse(request_id="r", finished=finished)
         usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
         yield inference_pb2.GenerateResponse(request_id="r", usage=usage)
+
+    async def Resume(self, request, context):
+        self.requests.append(request)
+        if not request.received:  # of what a client has of nothing, it has never heard
+            raise NotFoundError(f"request {request.request_id!r} cannot be resumed")
+        delta = inference_pb2.OutputDelta(token_offset=1, token_ids=[1], text=" two")
+        yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
+        finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        yield inference_pb2.GenerateResponse(request_id="r", finished=finished)
+        usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+        yield inference_pb2.GenerateResponse(request_id="r", usage=usage)
+
+    async def Cancel(self, request, context):
+        self.requests.append(request)
+        return inference_pb2.CancelResponse()
 
     async def GenerateOnce(self, request, context):
         self.requests.append(request)

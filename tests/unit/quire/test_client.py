@@ -15,9 +15,16 @@ from quire.client import (
     OutputDelta,
     OutputError,
     OutputFinished,
+    Retry,
     SamplingParams,
     TokenLogprob,
     Usage,
+)
+from quire.v1.inference_pb2 import (
+    CancelRequest,
+    GenerateRequest,
+    OutputReceived,
+    ResumeRequest,
 )
 from rpc.errors import DeadlineExceededError, InvalidArgumentError, TooBusyError, UnavailableError
 
@@ -173,3 +180,67 @@ async def test_the_failure_of_an_output_has_its_code(served):
     assert events[2] == OutputFinished(
         0, FinishReason.ERROR, error=OutputError(14, "lost", retryable=True)
     )
+
+
+async def test_a_resumable_stream_that_breaks_goes_on(served):
+    events = await synchronously(
+        served.target, lambda c: list(c.generate("breaks", resumable=True, request_id="mine"))
+    )
+    assert events == EVENTS
+    async with AsyncClient(served.target) as client:
+        assert [e async for e in client.generate("breaks", resumable=True)] == EVENTS
+        completion = await client.generate_once("breaks", resumable=True, request_id="mine")
+    assert completion.request_id == "mine"
+    assert [(o.text, o.token_ids) for o in completion.outputs] == [("one two", (0, 1))]
+    assert [type(r) for r in served.fake.requests] == [GenerateRequest, ResumeRequest] * 3
+    received = OutputReceived(output_index=0, num_tokens=1, num_text_bytes=3)
+    assert served.fake.requests[1] == ResumeRequest(request_id="mine", received=[received])
+
+
+async def test_without_resumable_a_stream_that_breaks_has_failed(served):
+    async with AsyncClient(served.target, retry=Retry()) as client:
+        with pytest.raises(UnavailableError, match="shutting down"):
+            async for _ in client.generate("breaks"):
+                pass
+    assert len(served.fake.requests) == 1
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_of_several_routers_one_that_answers_is_found_and_kept(served, resumable):
+    dead = f"{served.target}-dead"
+    async with AsyncClient([dead, served.target], retry=Retry()) as client:
+        for _ in range(2):
+            assert [e async for e in client.generate("x", resumable=resumable)] == EVENTS
+        await client.generate_once("x")
+    events = await synchronously(
+        f"{dead},{served.target}", lambda c: list(c.generate("x", resumable=True))
+    )
+    assert events == EVENTS
+    with pytest.raises(InvalidArgumentError, match="targets"):
+        AsyncClient(f"{dead},")
+
+
+async def test_closing_a_resumable_stream_cancels_the_request(served):
+    async with AsyncClient(served.target) as client:
+        events = client.generate("endless", resumable=True, request_id="mine")
+        await anext(events)
+        await events.aclose()
+    assert served.fake.requests[-1] == CancelRequest(request_id="mine")
+
+
+async def test_a_busy_service_is_asked_again_when_it_says(served, monkeypatch):
+    waits = []
+
+    async def sleep(delay_s):
+        waits.append(delay_s)
+
+    monkeypatch.setattr("quire.client.asyncio.sleep", sleep)
+    async with AsyncClient(served.target, retry=Retry(max_attempts=3)) as client:
+        with pytest.raises(TooBusyError):
+            async for _ in client.generate("busy"):
+                pass
+        assert waits == [2.5, 2.5]
+        with pytest.raises(TooBusyError):
+            async for _ in client.generate("busy", timeout_s=2):
+                pass
+    assert waits == [2.5, 2.5], "it would be too late by then"

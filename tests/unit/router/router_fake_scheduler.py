@@ -26,6 +26,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.target = f"unix:{path}"
         self.submits = asyncio.Queue()
         self.cancels = asyncio.Queue()
+        self.resumes = asyncio.Queue()
+        self.leaves = asyncio.Queue()
         self.routers = asyncio.Queue()
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
@@ -54,6 +56,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.routers.put_nowait(request.hello.router_id)
                 case "submit":
                     self.submits.put_nowait(request.submit)
+                case "resume":
+                    self.resumes.put_nowait(request.resume)
+                case "leave":
+                    self.leaves.put_nowait(list(request.leave.seq_keys))
                 case "cancel":
                     self.cancels.put_nowait(list(request.cancel.seq_keys))
 
@@ -118,6 +124,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             ],
         )
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
+    async def resumed(self, submit, first_seq_key, so_far=None):
+        """Hands over a request that was submitted before; `so_far` is a StepOutput."""
+        resumed = scheduler_pb2.Resumed(submit=submit, so_far=so_far)
+        resumed.submit.first_seq_key = first_seq_key
+        await self._stream.write(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     async def refuse(self, first_seq_key, code, message, retry_after_s=None):
         refused = scheduler_pb2.Refused(

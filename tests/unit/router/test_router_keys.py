@@ -365,3 +365,22 @@ def test_file_of_keys_that_cannot_be_used_says_where(tmp_path, text, problem):
     assert problem in str(caught.value)
     assert str(file) in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+async def test_another_tenants_request_is_neither_resumed_nor_cancelled(router):
+    _, alices = await router.submitted(ALICE, request_id="mine", resumable=True)
+    resume = inference_pb2.ResumeRequest(request_id="mine")
+    cancel = inference_pb2.CancelRequest(request_id="mine")
+    forged = (*bearer(OPERATOR), ("x-quire-tenant", "alice"))
+    for metadata in (forged, (*bearer(BOB), ("x-quire-tenant", "alice"))):
+        for call in (
+            router.stub.Resume(resume, metadata=metadata),
+            router.stub.Cancel(cancel, metadata=metadata),
+        ):
+            assert (await failure(call)).code() is grpc.StatusCode.PERMISSION_DENIED
+    call = router.stub.Resume(resume, metadata=bearer(BOB))
+    asked = await router.scheduler.resumes.get()
+    assert (asked.request_id, asked.tenant) == ("mine", "bob")
+    call.cancel()
+    assert router.scheduler.cancels.empty()
+    await router.scheduler.step({alices.first_seq_key: [70]})

@@ -20,6 +20,7 @@ TABLE = [
     errors.UnauthenticatedError("no API key"),
     errors.NotFoundError("model 'x' is not served"),
     errors.AlreadyExistsError("request 'r' is live"),
+    errors.AbortedError("request 'r' was resumed by another call"),
     errors.TooBusyError("256 requests wait; at most 256 may", retry_after_s=2.5),
     errors.UnavailableError("draining"),
     errors.PermissionDeniedError("the key is another tenant's"),

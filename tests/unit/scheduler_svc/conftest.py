@@ -27,9 +27,9 @@ async def connect():
     """Connect fake routers; they disconnect at the end."""
     routers = []
 
-    async def connect_router(target):
+    async def connect_router(target, router_id="r"):
         routers.append(FakeRouter(target))
-        return await routers[-1].connect()
+        return await routers[-1].connect(router_id)
 
     yield connect_router
     for router in routers:

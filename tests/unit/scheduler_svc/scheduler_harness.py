@@ -83,16 +83,28 @@ class FakeRouter:
         self.logprobs = {}  # by seq key, parallel to tokens
         self.pinned = {}  # tokens by seq key
         self.refused = {}  # by first seq key
+        self.resumed = {}  # Submit by first seq key
         self.welcome = None
 
-    async def connect(self):
-        hello = scheduler_pb2.RouterHello(router_id="r")
+    async def connect(self, router_id="r"):
+        hello = scheduler_pb2.RouterHello(router_id=router_id)
         await self.call.write(scheduler_pb2.ConnectRequest(hello=hello))
         self.welcome = (await self.call.read()).welcome
         return self
 
     async def submit(
-        self, key, prompt, *, max_tokens=8, n=1, outputs=(), cache_pin_s=None, beam=None, **sampling
+        self,
+        key,
+        prompt,
+        *,
+        max_tokens=8,
+        n=1,
+        outputs=(),
+        cache_pin_s=None,
+        beam=None,
+        tenant="",
+        resume_record=None,
+        **sampling,
     ):
         await self.send(
             scheduler_pb2.Submit(
@@ -106,6 +118,8 @@ class FakeRouter:
                 outputs=outputs,
                 cache_pin_s=cache_pin_s,
                 beam=beam,
+                tenant=tenant,
+                resume_record=resume_record,
             )
         )
 
@@ -117,6 +131,14 @@ class FakeRouter:
             scheduler_pb2.ConnectRequest(cancel=scheduler_pb2.Cancel(seq_keys=keys))
         )
 
+    async def resume(self, request_id, key, tenant=""):
+        resume = scheduler_pb2.Resume(request_id=request_id, tenant=tenant, first_seq_key=key)
+        await self.call.write(scheduler_pb2.ConnectRequest(resume=resume))
+
+    async def leave(self, *keys):
+        leave = scheduler_pb2.Leave(seq_keys=keys)
+        await self.call.write(scheduler_pb2.ConnectRequest(leave=leave))
+
     async def read(self):
         """Take one message in."""
         message = await self.call.read()
@@ -126,6 +148,9 @@ class FakeRouter:
             self.refused[message.refused.first_seq_key] = message.refused
             return message
         step = message.step
+        if message.WhichOneof("message") == "resumed":
+            self.resumed[message.resumed.submit.first_seq_key] = message.resumed.submit
+            step = message.resumed.so_far
         keys = unpack_uint64(step.seq_keys, "seq_keys").tolist()
         token_ids = unpack_int32(step.token_ids, "token_ids").tolist()
         for key, token_id in zip(keys, token_ids, strict=True):

@@ -29,7 +29,8 @@ from scheduler_svc.holding import HeldRequests
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.placement import Placer
 from scheduler_svc.progress import Progress, SequencesAtWorker
-from scheduler_svc.router_streams import RouterStream, RouterStreams
+from scheduler_svc.router_stream import RouterStream
+from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.space_metrics import SpaceCollector
@@ -238,12 +239,12 @@ class TestRouterStream:
     def test_live_key_cannot_be_claimed_twice(self):
         streams = RouterStreams(1 << 20)
         stream = streams.open("r")
-        stream.claim(make_request(stream.source, key=10, n=3))
+        stream.claim([10, 11, 12])
         with pytest.raises(InvalidArgumentError, match="sequence 12 is live"):
-            stream.claim(make_request(stream.source, key=12))
-        stream.claim(make_request(stream.source, key=13))
+            stream.claim([12])
+        stream.claim([13])
         streams.refuse(make_request(stream.source, key=13), TooBusyError("full"))
-        stream.claim(make_request(stream.source, key=13))
+        stream.claim([13])
 
     def test_news_for_a_stream_that_is_gone_is_lost(self):
         streams = RouterStreams(1 << 20)

@@ -133,6 +133,18 @@ async def test_headers_say_how_urgent_a_call_is_and_for_whom(client, inference):
     assert [(r.priority, r.tenant) for r in inference.requests] == [(3, "a")] * 3
 
 
+async def test_a_header_makes_a_call_resumable(client, inference):
+    for value in ("true", "false"):
+        headers = {"X-Quire-Resumable": value}
+        await client.completions.create(model="org/tiny", prompt="a", extra_headers=headers)
+    await client.completions.create(model="org/tiny", prompt="a")
+    assert [r.resumable for r in inference.requests] == [True, False, False]
+    with pytest.raises(openai.BadRequestError, match='X-Quire-Resumable is "yes"'):
+        await client.completions.create(
+            model="org/tiny", prompt="a", extra_headers={"X-Quire-Resumable": "yes"}
+        )
+
+
 async def test_chat_in_one_piece(client, inference):
     inference.script = spell("Hi!", FinishReason.LENGTH)
     completion = await client.chat.completions.create(model="org/tiny", messages=HELLO, n=2)

@@ -1,0 +1,68 @@
+"""The routers that a client knows: where they are, which is asked, and for how long."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from quire.v1 import inference_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from rpc.errors import InvalidArgumentError, QuireError, UnavailableError
+
+Targets: TypeAlias = str | Sequence[str]
+"""The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
+
+
+def split_targets(targets: Targets) -> list[str]:
+    """List the routers; raise InvalidArgumentError if there is none."""
+    listed = targets.split(",") if isinstance(targets, str) else list(targets)
+    if not all(listed) or not listed:
+        raise InvalidArgumentError("targets", f"is {targets!r}; it must name one router or more")
+    return listed
+
+
+class Routers:
+    """Which of several routers is asked: the same one, until it fails."""
+
+    def __init__(self, channels: Sequence[Any]) -> None:
+        """Take one channel to each, either all synchronous or all not."""
+        stubs = [InferenceServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+        self._stubs = stubs
+        self._index = 0
+
+    @property
+    def stub(self) -> InferenceServiceStub:
+        """The router to ask."""
+        return self._stubs[self._index]
+
+    def failed(self, stub: InferenceServiceStub, error: QuireError) -> None:
+        """Ask the next one, unless that is done already, or it was no fault of this one's."""
+        if stub is self.stub and isinstance(error, UnavailableError):
+            self._index = (self._index + 1) % len(self._stubs)
+
+
+class TimeLimit:
+    """What is left of a time limit, for one call after another."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """Say how much is left; None: there is no limit."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def check(self, delay_s: float, error: QuireError) -> None:
+        """Raise `error` if the limit passes in so many seconds."""
+        remaining_s = self.remaining_s()
+        if remaining_s is not None and remaining_s <= delay_s:
+            raise error
+
+
+def start_call(
+    stub: InferenceServiceStub,
+    request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest,
+    timeout_s: float | None,
+    metadata: list[tuple[str, str]],
+) -> Any:
+    """Begin a stream of the kind that `request` asks for."""
+    is_new = isinstance(request, inference_pb2.GenerateRequest)
+    return (stub.Generate if is_new else stub.Resume)(request, timeout=timeout_s, metadata=metadata)

@@ -1,0 +1,124 @@
+"""One router's stream: what is on its way to it, in bounded memory."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from quire.v1 import scheduler_pb2
+from rpc.errors import InvalidArgumentError, TooBusyError
+from scheduler_svc.core.request import SeqKey, SourceId
+from scheduler_svc.wire.router import merge_step_outputs
+
+_MESSAGE_OVERHEAD_BYTES = 256
+"""What a pending message costs beyond its own bytes, so that many tiny ones count as well."""
+
+
+class RouterStream:
+    """What one router has not been sent yet.
+
+    A router that reads at the pace of the steps gets one message for each. For one that reads more
+    slowly the outputs of several steps become one message; one that lets more than
+    `max_backlog_bytes` pile up loses its stream.
+    """
+
+    def __init__(self, source: SourceId, router_id: str, max_backlog_bytes: int) -> None:
+        self.source = source
+        self.router_id = router_id
+        self._max_backlog_bytes = max_backlog_bytes
+        self._live_seq_keys: set[SeqKey] = set()
+        self._replies: deque[scheduler_pb2.ConnectResponse] = deque()
+        self._outputs: list[scheduler_pb2.StepOutput] = []
+        self._backlog_bytes = 0
+        self._ended = False
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def live_seq_keys(self) -> frozenset[SeqKey]:
+        """The keys that are taken."""
+        return frozenset(self._live_seq_keys)
+
+    def claim(self, seq_keys: Iterable[SeqKey]) -> None:
+        """Take keys for sequences, each until it is finished or released.
+
+        Raises:
+            InvalidArgumentError: A live sequence has such a key. The core would mix them up.
+        """
+        keys = set(seq_keys)
+        for key in keys & self._live_seq_keys:
+            raise InvalidArgumentError(
+                "first_seq_key",
+                f"is {min(keys)}, for {len(keys)} sequences; sequence {key} is live",
+            )
+        self._live_seq_keys |= keys
+
+    def release(self, seq_keys: Iterable[SeqKey]) -> None:
+        """Give up keys, of a request that is not accepted or has become another stream's."""
+        self._live_seq_keys.difference_update(seq_keys)
+
+    def deliver(self, output: scheduler_pb2.StepOutput) -> None:
+        """Send the news of one step."""
+        self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
+        if self._has_room(output):
+            self._outputs.append(output)
+
+    def refuse(self, refused: scheduler_pb2.Refused) -> None:
+        """Send a refusal."""
+        self._reply(scheduler_pb2.ConnectResponse(refused=refused))
+
+    def resumed(self, resumed: scheduler_pb2.Resumed) -> None:
+        """Send a request that is the router's from now on; ahead of all later news of it."""
+        self._reply(scheduler_pb2.ConnectResponse(resumed=resumed))
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the stream behind what is pending, with `error` or well."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake.set()
+
+    async def next_message(self) -> scheduler_pb2.ConnectResponse | None:
+        """Wait for the next message to send; None: the stream ends well.
+
+        Raises:
+            Exception: The stream ends with this error; one that is no QuireError is a bug's.
+        """
+        while not (self._replies or self._outputs or self._ended):
+            self._wake.clear()
+            await self._wake.wait()
+        if self._replies:
+            reply = self._replies.popleft()
+            self._backlog_bytes -= _size_bytes(reply)
+            return reply
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._backlog_bytes -= sum(map(_size_bytes, outputs))
+            return scheduler_pb2.ConnectResponse(step=merge_step_outputs(outputs))
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _reply(self, reply: scheduler_pb2.ConnectResponse) -> None:
+        if self._has_room(reply):
+            self._replies.append(reply)
+
+    def _has_room(self, message: scheduler_pb2.StepOutput | scheduler_pb2.ConnectResponse) -> bool:
+        if self._ended:
+            return False
+        self._backlog_bytes += _size_bytes(message)
+        if self._backlog_bytes > self._max_backlog_bytes:
+            self._replies.clear()
+            self._outputs.clear()
+            self._backlog_bytes = 0
+            self.end(
+                TooBusyError(
+                    f"router {self.router_id!r} does not read: its backlog is more than "
+                    f"{self._max_backlog_bytes} bytes"
+                )
+            )
+            return False
+        self._wake.set()
+        return True
+
+
+def _size_bytes(message: scheduler_pb2.ConnectResponse | scheduler_pb2.StepOutput) -> int:
+    return message.ByteSize() + _MESSAGE_OVERHEAD_BYTES
