@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/quire/v1/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/quire/*/*.proto
 
 docs: setup
 	$(BIN)/python -m docs.generate

@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 import grpc.aio
 from aiohttp import web
 
+from quire.kserve import open_inference_pb2_grpc
 from quire.v1 import inference_pb2_grpc
 from router import grpc_face
 from router.authentication import KeyInterceptor, key_middleware
 from router.inference import Inference
+from router.kserve import face as kserve_face
 from router.openai import face as openai_face
 from router.scheduler_client import SchedulerClient
 from router.settings import RouterSettings
@@ -62,6 +64,12 @@ async def run_router(
         add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
         add(servicer, server)  # type: ignore[no-untyped-call]
 
+    kserve = kserve_face.KServeServicer(inference, lambda: health.ready)
+
+    def add_kserve_to_server(server: grpc.aio.Server) -> None:
+        add = open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
+        add(kserve, server)  # type: ignore[no-untyped-call]
+
     http = web.Application(middlewares=[] if api_keys is None else [key_middleware(api_keys)])
     http.add_routes(openai_face.routes(inference, max_body_bytes=settings.max_body_mb * _MIB))
     client = asyncio.create_task(scheduler.run(), name="scheduler client")
@@ -70,7 +78,10 @@ async def run_router(
         await serve(
             settings,
             health=health,
-            services=[Service(grpc_face.SERVICE_NAME, add_to_server)],
+            services=[
+                Service(grpc_face.SERVICE_NAME, add_to_server),
+                Service(kserve_face.SERVICE_NAME, add_kserve_to_server),
+            ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
             on_started=on_started,

@@ -1,10 +1,5 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
-import asyncio
-from typing import Any, TypeAlias
-
-import grpc.aio
-
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.domain import (
     FinishReason,
@@ -14,10 +9,10 @@ from router.domain import (
     PromptScores,
     Usage,
 )
+from router.grpc_call import CallContext, deadline_of, failure_of, metadata_of
 from router.inference import Inference
 from router.live_request import LiveRequest
 from router.precedence import TENANT_KEY, with_precedence
-from router.scheduler_wire import error_from_code
 from router.wire import (
     event_to_proto,
     finished_to_proto,
@@ -29,17 +24,9 @@ from router.wire import (
     resume_request_from_proto,
     usage_to_proto,
 )
-from rpc.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    QuireError,
-    UnavailableError,
-)
+from rpc.errors import InvalidArgumentError, QuireError
 
 SERVICE_NAME = "quire.v1.InferenceService"
-
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -51,7 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self,
         request: inference_pb2.GenerateRequest,
-        context: _Context,
+        context: CallContext,
     ) -> None:
         """Streams the events; a reader that is slow gets fewer and larger deltas.
 
@@ -61,24 +48,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         await _stream(await self._inference.generate(_request(request, context)), context)
 
     async def Resume(  # noqa: N802
-        self, request: inference_pb2.ResumeRequest, context: _Context
+        self, request: inference_pb2.ResumeRequest, context: CallContext
     ) -> None:
         """Streams the events that the client lacks."""
-        tenant = _metadata(context).get(TENANT_KEY, "")
-        resume = resume_request_from_proto(request, tenant, _deadline(context))
+        tenant = metadata_of(context).get(TENANT_KEY, "")
+        resume = resume_request_from_proto(request, tenant, deadline_of(context))
         await _stream(await self._inference.resume(resume), context)
 
     async def Cancel(  # noqa: N802
-        self, request: inference_pb2.CancelRequest, context: _Context
+        self, request: inference_pb2.CancelRequest, context: CallContext
     ) -> inference_pb2.CancelResponse:
         """Ends a request of which the client may have lost the stream."""
-        await self._inference.cancel(request.request_id, _metadata(context).get(TENANT_KEY, ""))
+        await self._inference.cancel(request.request_id, metadata_of(context).get(TENANT_KEY, ""))
         return inference_pb2.CancelResponse()
 
     async def GenerateOnce(  # noqa: N802
         self,
         request: inference_pb2.GenerateOnceRequest,
-        context: _Context,
+        context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
         """Collects the events; the failure of an output is the call's."""
         domain_request = _request(request.request, context)
@@ -96,7 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         output.logprobs.extend(map(logprob_to_proto, event.logprobs))
                         texts[event.output_index].append(event.text)
                     case OutputFinished():
-                        if (error := _failure(event)) is not None:
+                        if (error := failure_of(event)) is not None:
                             raise error
                         output = response.outputs[event.output_index]
                         output.finished.CopyFrom(finished_to_proto(event))
@@ -108,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def Tokenize(  # noqa: N802
-        self, request: inference_pb2.TokenizeRequest, _: _Context
+        self, request: inference_pb2.TokenizeRequest, _: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Tokenizes a text or a chat."""
         max_model_len = self._inference.model(request.model).max_model_len
@@ -136,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
     async def Detokenize(  # noqa: N802
-        self, request: inference_pb2.DetokenizeRequest, _: _Context
+        self, request: inference_pb2.DetokenizeRequest, _: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         text = await self._inference.detokenize(
@@ -149,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
-        self, _request: inference_pb2.ListModelsRequest, _: _Context
+        self, _request: inference_pb2.ListModelsRequest, _: CallContext
     ) -> inference_pb2.ListModelsResponse:
         """Lists the models."""
         return inference_pb2.ListModelsResponse(
@@ -157,56 +144,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetLoad(  # noqa: N802
-        self, _request: inference_pb2.GetLoadRequest, _: _Context
+        self, _request: inference_pb2.GetLoadRequest, _: CallContext
     ) -> inference_pb2.GetLoadResponse:
         """Passes on the scheduler's load."""
         return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
 
     async def DescribeKv(  # noqa: N802
-        self, request: inference_pb2.DescribeKvRequest, _: _Context
+        self, request: inference_pb2.DescribeKvRequest, _: CallContext
     ) -> inference_pb2.DescribeKvResponse:
         """Passes on what the scheduler says of its KV blocks."""
         workers = await self._inference.describe_kv(request.query)
         return inference_pb2.DescribeKvResponse(workers=workers)
 
 
-def _request(message: inference_pb2.GenerateRequest, context: _Context) -> GenerateRequest:
+def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
     """Takes what the message says, and what the call says beside it."""
-    request = generate_request_from_proto(message, _deadline(context))
-    return with_precedence(request, _metadata(context))
+    request = generate_request_from_proto(message, deadline_of(context))
+    return with_precedence(request, metadata_of(context))
 
 
-async def _stream(live: LiveRequest, context: _Context) -> None:
+async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     async with live:
         async for event in live:
             if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
-                expired = _failure(event)
+                expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))
     if expired is not None:  # what the client's own clock would have said a moment later
         raise expired
-
-
-def _metadata(context: _Context) -> dict[str, str]:
-    return {
-        key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
-    }
-
-
-def _deadline(context: _Context) -> float | None:
-    """When the call's deadline passes, on the event loop's clock."""
-    remaining_s = context.time_remaining()
-    return None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
-
-
-def _failure(finished: OutputFinished) -> QuireError | None:
-    match finished.reason:
-        case FinishReason.ERROR:
-            assert finished.error is not None, "ERROR comes with an error"
-            return error_from_code(finished.error.code, finished.error.message)
-        case FinishReason.DEADLINE:
-            return DeadlineExceededError("the deadline passed before the outputs were complete")
-        case FinishReason.CANCELLED:
-            return UnavailableError("the service cancelled the request")
-        case _:
-            return None

@@ -407,7 +407,7 @@ class Inference:
 
     def token_bytes(self, model: str, token_id: int) -> bytes:
         """The bytes that one token adds to the text; a special token's are those of its name."""
-        self._check_name(model)
+        self.check_name(model)
         pieces = self._tokenizer.table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""
 
@@ -428,13 +428,14 @@ class Inference:
             check_operator()
         return await self._scheduler.describe_kv(query)
 
-    def _check_name(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
+        """Raises `NotFoundError` unless it is the model's."""
         if name not in ("", self._model_name):
             raise NotFoundError(f"model {name[:128]!r} is not served; {self._model_name!r} is")
 
     def model(self, name: str) -> ModelInfo:
         """The model of this name, with its limits."""
-        self._check_name(name)
+        self.check_name(name)
         model = self._scheduler.model
         if model is None:
             raise self._scheduler.unavailable()

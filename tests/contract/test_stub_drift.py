@@ -7,7 +7,7 @@ def test_the_committed_stubs_are_those_that_the_protos_give(generated):
     fresh = {path.relative_to(generated): path.read_bytes() for path in generated.rglob("*_pb2*")}
     committed = {
         path.relative_to(ROOT): path.read_bytes()
-        for path in (ROOT / "quire" / "v1").glob("*_pb2*")
+        for path in (ROOT / "quire").rglob("*_pb2*")
         if path.is_file()
     }
     assert fresh

@@ -1,0 +1,1 @@
+"""Stubs of the Open Inference Protocol, generated from protos/quire/kserve by `make protos`."""

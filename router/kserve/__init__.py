@@ -1,0 +1,1 @@
+"""The KServe face: the Open Inference Protocol, version 2, over gRPC."""

@@ -1,0 +1,122 @@
+"""The fields of a request besides its prompt, and the three ways in which they are given."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from pydantic import ConfigDict, ValidationError
+
+from quire.kserve import open_inference_pb2
+from router.kserve.tensors import Element
+from router.openai.errors import error_from_validation
+from router.openai.json_text import excerpt
+from router.openai.schema import UNIMPLEMENTED, Body
+from rpc.errors import InvalidArgumentError
+
+_LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
+"""Fields whose tensor may have any number of elements."""
+
+
+class Fields(Body):
+    """All that a request may say: what `/v1/completions` takes, and Triton's own.
+
+    Not strict: tensors and parameters have few types, and clients send numbers as text.
+    """
+
+    model_config = ConfigDict(strict=False)
+
+    unimplemented = MappingProxyType(
+        {
+            **UNIMPLEMENTED,
+            # What else says it: `model_name`; `id`; the `return_...` fields; nobody.
+            **dict.fromkeys(("model", "request_id", "stream_options", "user"), ()),
+        }
+    )
+
+    max_tokens: int | None = None
+    exclude_input_in_output: bool | None = None
+    """None: only in a stream is the prompt left out of the text."""
+    return_finish_reason: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    timeout: int | None = None
+    """Microseconds."""
+    triton_enable_empty_final_response: bool = False
+    """Changes nothing: the last response of a stream is always marked."""
+
+
+def fields_from_proto(
+    request: open_inference_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Element]]
+) -> Fields:
+    """Read the parameters, the JSON of `sampling_parameters` and all other `inputs`.
+
+    Raises InvalidArgumentError naming the field; likewise if a field is given twice, differently.
+    """
+    given: dict[str, object] = {}
+    for name, value in (
+        *_parameters(request.parameters),
+        *_sampling_parameters(inputs.get("sampling_parameters")),
+        *_tensors(inputs),
+    ):
+        if name in given and str(given[name]) != str(value):
+            raise InvalidArgumentError(
+                name, f"is given twice, as {excerpt(given[name])} and as {excerpt(value)}"
+            )
+        given[name] = value
+    try:
+        return Fields.model_validate(given)
+    except ValidationError as error:
+        raise error_from_validation(error) from None
+
+
+def text_of(name: str, elements: Sequence[Element]) -> str:
+    """Read a tensor of one text; raise InvalidArgumentError if it is not that."""
+    element = _single(name, elements)
+    if not isinstance(element, bytes):
+        raise InvalidArgumentError(name, "must have the datatype BYTES")
+    return _decode(name, element)
+
+
+def _parameters(
+    parameters: Mapping[str, open_inference_pb2.InferParameter],
+) -> Iterable[tuple[str, object]]:
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidArgumentError(name, "is a parameter without a value")
+        yield name, getattr(parameter, choice)
+
+
+def _sampling_parameters(elements: Sequence[Element] | None) -> Iterable[tuple[str, object]]:
+    if elements is None:
+        return
+    name = "sampling_parameters"
+    try:
+        fields = json.loads(text_of(name, elements))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(name, f"is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidArgumentError(name, f"is {excerpt(fields)}; it must be a JSON object")
+    yield from fields.items()
+
+
+def _tensors(inputs: Mapping[str, Sequence[Element]]) -> Iterable[tuple[str, object]]:
+    for name, elements in inputs.items():
+        if name in ("text_input", "sampling_parameters"):
+            continue
+        values = [_decode(name, e) if isinstance(e, bytes) else e for e in elements]
+        yield name, values if name in _LISTS else _single(name, values)
+
+
+def _single(name: str, elements: Sequence[object]) -> object:
+    if len(elements) != 1:
+        raise InvalidArgumentError(name, f"has {len(elements)} elements; it must have 1")
+    return elements[0]
+
+
+def _decode(name: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(name, f"is not UTF-8 at byte {error.start}") from None
