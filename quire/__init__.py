@@ -1,1 +1,20 @@
-"""What a Python user imports: the generated stubs in `quire.v1`, and the command line."""
+"""What a Python user imports: `LLM` for offline use, the client, the stubs, the command line."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.llm import LLM, Generation
+    from quire.types import BeamSearch, SamplingParams, StructuredOutput
+
+__all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutput"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for, when it is: `quire.v1` and `quire down` need none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    from quire import llm, types  # noqa: PLC0415 - see above
+
+    value: object = getattr(llm if name in ("LLM", "Generation") else types, name)
+    globals()[name] = value
+    return value

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypedDict
 
 
-class FinishReason(Enum):
-    """Why an output ended."""
+class FinishReason(StrEnum):
+    """Why an output ended; equal to its name as text: "stop"."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -150,6 +150,11 @@ class Output:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finished: OutputFinished
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.finished.finish_reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,9 @@ class UpSettings(ProcessSettings):
     """Stream one completion in the terminal when the service is ready."""
     verbose: bool = False
     """Show the processes' logs as they are written."""
+    attached: bool = False
+    """End when standard input does: for a program that starts a service for itself, since its end,
+    however it comes, closes the pipe."""
 
     @field_validator("api_key", mode="before")
     @classmethod
@@ -131,6 +134,12 @@ class UpSettings(ProcessSettings):
                 f"--device is {self.device}, which is one GPU, but --workers is {self.workers}:"
                 " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _attached_is_not_detached(self) -> Self:
+        if self.attached and self.detach:
+            raise ValueError("--attached: cannot be with --detach")
         return self
 
     @model_validator(mode="after")

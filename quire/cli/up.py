@@ -101,7 +101,7 @@ async def _serve(
         report=_say,
         on_change=publish,
     )
-    with _signals(supervisor.stop):
+    with _signals(supervisor.stop), _attached(settings, supervisor.stop):
         running = asyncio.create_task(supervisor.run())
         helpers = [asyncio.create_task(_welcome(settings, planned, supervisor, display))]
         if settings.verbose:
@@ -263,3 +263,27 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _attached(settings: UpSettings, stop: Callable[[], None]) -> Iterator[None]:
+    """Let the end of standard input call `stop`, if that is asked for."""
+    if not settings.attached:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            stop()
+
+    try:
+        loop.add_reader(stdin, read)
+    except PermissionError:
+        raise CommandError("--attached: standard input must be a pipe or a terminal") from None
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)

@@ -1,0 +1,219 @@
+"""Offline use: generate for a list of prompts with a service that lives as long as the object.
+
+    from quire import LLM, SamplingParams
+
+    with LLM(model="path/to/model") as llm:
+        for generation in llm.generate(["def add(", "import "], SamplingParams(max_tokens=32)):
+            print(generation.prompt, generation.outputs[0].text)
+
+The processes are those of `quire up`, and so is all that they do: batching, prefix cache, tiers.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeAlias, TypeVar, Unpack
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from quire.client import DEFAULT_SAMPLING, AsyncClient
+from quire.private_service import PrivateService
+from quire.types import (
+    Completion,
+    GenerateOptions,
+    Output,
+    PromptScores,
+    SamplingParams,
+    Usage,
+)
+from rpc.errors import InvalidArgumentError, TooBusyError
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+
+MAX_REQUESTS: Final = 512
+"""Most requests at once at the service: more than run at once, fewer than it would refuse."""
+
+_OURS: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
+"""Flags of `quire up` that say how it is reached and when it ends."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one prompt gave."""
+
+    prompt: Prompt
+    request_id: str
+    outputs: tuple[Output, ...]
+    """By output index."""
+    usage: Usage
+    prompt_scores: PromptScores | None = None
+    """If `prompt_logprobs` was asked for."""
+
+
+class LLM:
+    """A model, and the processes that run it, until `close` or the end of this process.
+
+    Threads may share one.
+    """
+
+    def __init__(self, model: str | Path | None = None, **flags: object) -> None:
+        """Start the processes, and wait until they are ready.
+
+        `model` is a Hugging Face model directory, by default the small model that Quire ships.
+        `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. Raises
+        ServiceStartError with what went wrong, TypeError for a flag that has no place here.
+        """
+        if refused := sorted(_OURS & flags.keys()):
+            raise TypeError(f"LLM takes no {', '.join(refused)}: its service is its own")
+        if model is not None:
+            flags["model"] = model
+        self._service = PrivateService(flags)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = DEFAULT_SAMPLING,
+        *,
+        progress: bool = True,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Generation]:
+        """Generate for one prompt or many; give the results in the order of the prompts.
+
+        A prompt is text or token ids. `sampling` holds for all, or is one for each; `options` (`n`,
+        `stop`, ...) hold for all. `progress` shows a bar on standard error. The first prompt that
+        fails ends the call: InvalidArgumentError names it, as in `prompts[3].sampling.max_tokens`;
+        what else can be raised is what the client raises.
+        """
+        listed = _listed(prompts)
+        each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(listed):
+            raise InvalidArgumentError(
+                "sampling", f"has {len(each)} entries; there are {len(listed)} prompts"
+            )
+        if "request_id" in options and len(listed) != 1:
+            raise InvalidArgumentError("request_id", f"is set; there are {len(listed)} prompts")
+        bar = Progress(
+            TextColumn("{task.description}"),
+            *Progress.get_default_columns()[1:3],
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not progress,
+        )
+        with bar:
+            task = bar.add_task("generating", total=len(listed), rate="")
+            num_tokens = 0
+
+            def on_done(completion: Completion) -> None:
+                nonlocal num_tokens
+                num_tokens += completion.usage.completion_tokens
+                elapsed_s = bar.tasks[task].elapsed or 0.0
+                rate = f"{num_tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else ""
+                bar.update(task, advance=1, rate=rate)
+
+            completions = _run(_generate(self._service.target, listed, each, options, on_done))
+        return [
+            Generation(prompt, done.request_id, done.outputs, done.usage, done.prompt)
+            for prompt, done in zip(listed, completions, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the processes; may be called again."""
+        self._service.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: a list of numbers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+async def _generate(
+    target: str,
+    prompts: Sequence[Prompt],
+    sampling: Sequence[SamplingParams],
+    options: GenerateOptions,
+    on_done: Callable[[Completion], None],
+) -> list[Completion]:
+    """Keep MAX_REQUESTS at the service; the first failure cancels the others and is raised."""
+    completions: list[Completion | None] = [None] * len(prompts)
+    left = iter(range(len(prompts)))
+
+    async def work(client: AsyncClient) -> None:
+        for i in left:  # shared: each worker takes the next one
+            completion = await _generate_one(client, i, prompts[i], sampling[i], options)
+            completions[i] = completion
+            on_done(completion)
+
+    async with AsyncClient(target) as client:
+        workers = [
+            asyncio.create_task(work(client)) for _ in range(min(MAX_REQUESTS, len(prompts)))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+    return [completion for completion in completions if completion is not None]
+
+
+async def _generate_one(
+    client: AsyncClient,
+    index: int,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    options: GenerateOptions,
+) -> Completion:
+    while True:
+        try:
+            return await client.generate_once(prompt, sampling, **options)
+        except TooBusyError as error:  # `n` of many makes more sequences than requests
+            await asyncio.sleep(error.retry_after_s)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"prompts[{index}].{error.field}", error.problem) from None
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run in a thread of its own, since the caller may be in an event loop, as in a notebook.
+
+    Whatever interrupts the wait, Ctrl-C for one, cancels it.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="quire generate", daemon=True)
+    thread.start()
+    try:
+        return asyncio.run_coroutine_threadsafe(main, loop).result()
+    finally:
+        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,120 @@
+"""A service of this process's own: `quire up` as a child, which ends with us, however we end."""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from quire.client import Client
+from rpc.errors import QuireError
+
+_POLL_S: Final = 0.1
+_STOP_S: Final = 30.0
+_LOG_LINES: Final = 20
+_USAGE_ERROR: Final = 2
+
+
+class ServiceStartError(Exception):
+    """The service ended before it was ready. The message holds its last words."""
+
+
+class PrivateService:
+    """Router, scheduler and workers, reached through a Unix socket that nobody else knows.
+
+    The child lives as long as the pipe to its standard input is open. `close` closes it, and so
+    does the kernel when this process is killed. It is in a session of its own: Ctrl-C in the
+    terminal reaches this process only, which then ends the service in order.
+    """
+
+    def __init__(self, flags: Mapping[str, object]) -> None:
+        """Start it with these flags of `quire up`, and wait until it is ready.
+
+        Raises ServiceStartError.
+        """
+        self._directory = tempfile.TemporaryDirectory(prefix="quire-")
+        directory = Path(self._directory.name)
+        self._log = directory / "log"
+        socket = directory / "grpc.sock"
+        self.target: Final = f"unix:{socket}"
+        ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
+        arguments = _arguments({**ports, **flags, "uds": socket, "attached": True})
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own
+                [sys.executable, "-m", "quire.cli", "up", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        # Also when the interpreter exits, or nobody has us any more.
+        self._close = weakref.finalize(self, _end, self._process, self._directory)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it, and wait until no process of it is left; may be called again."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wait_until_ready(self) -> None:
+        with Client(self.target) as client:
+            while True:
+                if self._process.poll() is not None:
+                    raise ServiceStartError(self._last_words())
+                with contextlib.suppress(QuireError):  # it does not listen yet, or has no worker
+                    if client.models(timeout_s=1.0):
+                        return
+                time.sleep(_POLL_S)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines() or ["quire up has ended"]
+        if self._process.returncode == _USAGE_ERROR:
+            return lines[-1]  # before it are all the flags that there are
+        return "\n".join(lines[-_LOG_LINES:])
+
+
+def _arguments(flags: Mapping[str, object]) -> list[str]:
+    arguments = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            arguments.append(f"--{flag}={value}")
+    return arguments
+
+
+def _end(process: subprocess.Popen[bytes], directory: "tempfile.TemporaryDirectory[str]") -> None:
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its children end with it
+        process.wait()
+    finally:
+        directory.cleanup()
