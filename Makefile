@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test lint protos docs bench
+.PHONY: setup up test clients-test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -22,6 +22,11 @@ up: setup
 
 test: setup lint
 	$(BIN)/pytest
+
+# Clients in other languages, against a live service; what has no toolchain here is skipped by name.
+clients-test: setup
+	clients/toolchains.sh
+	$(BIN)/pytest -m clients -rs tests/clients
 
 lint: setup
 	$(BIN)/ruff check
