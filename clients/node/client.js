@@ -7,7 +7,7 @@ const protoLoader = require('@grpc/proto-loader');
 
 const definition = protoLoader.loadSync(
   ['quire/v1/inference.proto', 'google/rpc/status.proto', 'google/rpc/error_details.proto'],
-  { includeDirs: [process.env.PROTOS], keepCase: true, enums: String, oneofs: true },
+  { includeDirs: [process.env.PROTOS], keepCase: true, defaults: true, oneofs: true, enums: String },
 );
 const { InferenceService } = grpc.loadPackageDefinition(definition).quire.v1;
 

@@ -27,29 +27,40 @@ LANGUAGES = {
 """What each is built with, and how it is run."""
 
 
+LIBRARIES = {
+    "node": ["make", "-s", "-C", ROOT / "clients", "node"],  # npm can get them from somewhere
+    "go": ["test", "-d", "/usr/share/gocode/src/google.golang.org/grpc"],
+    "cpp": ["pkg-config", "--exists", "grpc++", "protobuf"],
+}
+"""What succeeds if a language's libraries are there."""
+
+
 def build(language):
-    """Build a client; skip if that needs what this machine lacks."""
+    """Build a client, and give its command; skip if this machine lacks what that needs."""
     tools, command = LANGUAGES[language]
-    if missing := [tool for tool in ("make", *tools) if shutil.which(tool) is None]:
+    missing = [tool for tool in ("make", *tools) if shutil.which(tool) is None]
+    if not missing and language in LIBRARIES and run(LIBRARIES[language]).returncode:
+        missing = ["gRPC for it"]
+    if missing:
         pytest.skip(f"THE CLIENT IN {language.upper()} IS NOT TESTED: no {', '.join(missing)} here")
-    if language == "node" and not is_installed():
-        pytest.skip("THE CLIENT IN NODE IS NOT TESTED: npm cannot install what it needs here")
-    if language == "go" and not Path("/usr/share/gocode/src/google.golang.org/grpc").is_dir():
-        pytest.skip("THE CLIENT IN GO IS NOT TESTED: no golang-google-grpc-dev here")
-    if language == "cpp" and subprocess.run(["pkg-config", "--exists", "grpc++"]).returncode:
-        pytest.skip("THE CLIENT IN CPP IS NOT TESTED: no libgrpc++-dev here")
-    make(language.removesuffix("-aio"), check=True)
-    return list(map(str, command))
+    made = run(["make", "-s", "-C", ROOT / "clients", language.removesuffix("-aio")])
+    assert made.returncode == 0, made.stderr
+    return command
 
 
-def make(goal, *, check):
-    argv = ["make", "-s", "-C", str(ROOT / "clients"), goal, f"PYTHON={sys.executable}"]
-    return subprocess.run([*argv, f"OUT={OUT}"], check=check)
-
-
-def is_installed():
-    """Whether npm can get the packages, from wherever it is told to."""
-    return make("node", check=False).returncode == 0
+def run(command):
+    environment = {
+        **os.environ,
+        "OUT": str(OUT),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(OUT / "python"),  # the stubs just made, rather than ours
+        "PROTOS": str(OUT / "protos"),
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    return subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +86,7 @@ def expected(target):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_it_streams_cancels_sets_a_deadline_and_reads_an_error(language, target, expected):
-    command = build(language)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(OUT / "python"),  # the stubs just made, rather than ours
-        "PROTOS": str(OUT / "protos"),
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
-    ran = subprocess.run(
-        [*command, target], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    ran = run([*build(language), target])
     assert ran.returncode == 0, ran.stderr
     assert set(ran.stdout.splitlines()) == expected
     with Client(target) as client:  # what was cancelled, or ran out of time, holds nothing
