@@ -1,6 +1,8 @@
 """A service of this process's own: `quire up` as a child, which ends with us, however we end."""
 
 import contextlib
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,13 +39,13 @@ class PrivateService:
 
         Raises ServiceStartError.
         """
-        self._directory = tempfile.TemporaryDirectory(prefix="quire-")
-        directory = Path(self._directory.name)
+        directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"
         socket = directory / "grpc.sock"
         self.target: Final = f"unix:{socket}"
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
-        arguments = _arguments({**ports, **flags, "uds": socket, "attached": True})
+        ours = {"uds": socket, "attached": True, "detach": False, "demo": False}
+        arguments = _arguments({**ports, **flags, **ours})  # before the environment's
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own
                 [sys.executable, "-m", "quire.cli", "up", *arguments],
@@ -53,7 +55,7 @@ class PrivateService:
                 start_new_session=True,
             )
         # Also when the interpreter exits, or nobody has us any more.
-        self._close = weakref.finalize(self, _end, self._process, self._directory)
+        self._close = weakref.finalize(self, _end, self._process, directory, os.getpid())
         try:
             self._wait_until_ready()
         except BaseException:
@@ -108,7 +110,9 @@ def _arguments(flags: Mapping[str, object]) -> list[str]:
     return arguments
 
 
-def _end(process: subprocess.Popen[bytes], directory: "tempfile.TemporaryDirectory[str]") -> None:
+def _end(process: subprocess.Popen[bytes], directory: Path, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the owner's exits: the service is not its to end
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     try:
@@ -117,4 +121,4 @@ def _end(process: subprocess.Popen[bytes], directory: "tempfile.TemporaryDirecto
         process.kill()  # its children end with it
         process.wait()
     finally:
-        directory.cleanup()
+        shutil.rmtree(directory, ignore_errors=True)

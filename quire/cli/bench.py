@@ -3,11 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,6 +20,7 @@ from rich.table import Table
 from quire.cli.command_error import CommandError
 from quire.cli.settings import BenchSettings
 from quire.client import AsyncClient
+from quire.private_service import PrivateService, ServiceStartError
 from quire.types import Model, OutputDelta, OutputFinished, SamplingParams
 from rpc import timeline
 from rpc.errors import QuireError
@@ -132,27 +129,14 @@ async def _models(client: AsyncClient) -> Sequence[Model]:
 
 @contextlib.contextmanager
 def _service(settings: BenchSettings, directory: Path) -> Iterator[str]:
-    """Start `quire up` for the time of the block; give its target."""
-    socket = directory / "grpc.sock"
-    flags = ["--http-port", "0", "--uds", str(socket)]
-    if settings.model is not None:
-        flags += ["--model", str(settings.model)]
-    if settings.profile is not None:
-        flags += ["--timeline-dir", str(directory / "timeline")]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603  our own
-            [sys.executable, "-m", "quire.cli", "up", *flags], stdout=log, stderr=log
-        )
+    """Start a service for the time of the block; give its target."""
+    timeline_dir = None if settings.profile is None else directory / "timeline"
     try:
-        while not socket.exists():
-            if process.poll() is not None:
-                raise CommandError((directory / "log").read_text(errors="replace").strip())
-            time.sleep(_POLL_S)
-        yield f"unix:{socket}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
-        process.wait()
+        service = PrivateService({"model": settings.model, "timeline_dir": timeline_dir})
+    except ServiceStartError as error:
+        raise CommandError(str(error)) from None
+    with service:
+        yield service.target
 
 
 def _show_load(console: Console, result: _Result) -> None:

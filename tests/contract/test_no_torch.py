@@ -6,7 +6,9 @@ import pytest
 FORBIDDEN = ("torch", "transformers", "triton")
 
 
-@pytest.mark.parametrize("module", ["router.app", "scheduler_svc.app", "quire", "quire.llm", "rpc.server"])
+@pytest.mark.parametrize(
+    "module", ["router.app", "scheduler_svc.app", "quire", "quire.llm", "rpc.server"]
+)
 def test_it_imports_without_torch(module):
     # A fresh interpreter: in this one another test may have imported torch long ago.
     program = f"import sys, {module}; print([m for m in {FORBIDDEN} if m in sys.modules])"
