@@ -1,4 +1,4 @@
-"""What a user of `LLM` runs in tests that end it. Usage: offline_program.py MODEL HOW_IT_ENDS
+"""What a user of `LLM` runs in tests that end it. Usage: offline_program.py MODEL
 
 A simulated worker serves, so that it starts soon and works on a long list for as long as it takes.
 """
@@ -8,12 +8,10 @@ import sys
 from quire import LLM, SamplingParams
 
 
-def main(model, end):
+def main(model):
     llm = LLM(model=model, simulate=1, num_blocks=4096)
     sys.stdout.write("up\n")
     sys.stdout.flush()
-    if end == "exception":
-        raise ValueError("of the program's own")
     llm.generate(["word " * 8] * 10_000, SamplingParams(max_tokens=2000, ignore_eos=True))
 
 
