@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, TypeVar, Unpack
@@ -146,7 +147,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
 
 
 async def _generate(

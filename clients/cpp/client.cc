@@ -1,5 +1,6 @@
 // A client in C++, from the protos alone. Usage: client HOST:PORT
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <iostream>
 #include <memory>
