@@ -25,14 +25,15 @@ need golang-google-grpc-dev golang-google-protobuf-dev golang-google-genproto-de
 
 [ ${#packages[@]} -eq 0 ] && exit 0
 
+network=(-o Acquire::Retries=0 -o Acquire::http::Timeout=20) # none is soon known
 sudo=()
 [ "$(id -u)" -eq 0 ] || sudo=(sudo -n)
 echo "clients: installing ${packages[*]} ..."
 if ! command -v apt-get >/dev/null; then
   echo "clients: there is no apt-get here; install them by other means to run every client" >&2
-elif ! "${sudo[@]}" apt-get update -qq >/dev/null 2>&1 ||
+elif ! "${sudo[@]}" apt-get "${network[@]}" update -qq >/dev/null 2>&1 ||
   ! "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -qq -y --no-install-recommends "${packages[@]}" >/dev/null 2>&1; then
+    apt-get "${network[@]}" install -qq -y --no-install-recommends "${packages[@]}" >/dev/null 2>&1; then
   echo "clients: they cannot be installed; run this as root: apt-get install ${packages[*]}" >&2
 fi
 exit 0
