@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from quire.client import Client
-from rpc.errors import QuireError
+from rpc.errors import DeadlineExceededError, UnavailableError
 
 _POLL_S: Final = 0.1
 _STOP_S: Final = 30.0
@@ -87,7 +87,7 @@ class PrivateService:
             while True:
                 if self._process.poll() is not None:
                     raise ServiceStartError(self._last_words())
-                with contextlib.suppress(QuireError):  # it does not listen yet, or has no worker
+                with contextlib.suppress(UnavailableError, DeadlineExceededError):  # not yet
                     if client.models(timeout_s=1.0):
                         return
                 time.sleep(_POLL_S)
