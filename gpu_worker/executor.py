@@ -5,6 +5,7 @@ for nothing, and a decode's input token goes from the sampler to the next step o
 a launched step is done. One thread calls everything here.
 """
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 
 from gpu_worker.attention import AttentionMetadata
-from gpu_worker.disk_pool import NO_ENDS, DiskPool
+from gpu_worker.block_labels import BlockLabels
+from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
+from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
@@ -113,6 +116,7 @@ class Executor:
         self._device = device
         self._spans = spans or SequenceSpans()
         self.rows = Rows(limits)
+        self.labels = BlockLabels(limits)
         self._structured = structured
         self._sampler = Sampler(
             limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured
@@ -131,10 +135,33 @@ class Executor:
         else:
             torch.set_num_threads(torch.get_num_threads())
 
-    def reset(self) -> None:
-        """Forget all sequences and disk moves; KV contents are left as they are."""
+    def reset(self) -> Holdings:
+        """Forget all sequences, when all steps are collected; KV contents are left as they are.
+
+        Returns:
+            What there was.
+        """
+        if self._disk_pool is not None:
+            self._disk_pool.synchronize()
+            self._end_disk_moves(self._disk_pool.take_ended(sys.maxsize))
+        holdings = Holdings(
+            self.rows.held(self.labels.has_void),
+            self.labels.device.held(),
+            self.labels.host.held(),
+            self.labels.disk.held(),
+        )
+        self._forget_sequences()
+        return holdings
+
+    def distrust(self) -> None:
+        """Forget all there is, because a step has failed, and who knows what it has written."""
+        self._forget_sequences()
+        self.labels.clear()
+
+    def _forget_sequences(self) -> None:
         if self._disk_pool is not None:
             self._disk_pool.drain()
+        self.labels.forget_disk_moves()
         self._spans.clear(time.time())
         self._sampler.release(range(self._limits.max_num_seqs))
         self.rows.clear()
@@ -166,8 +193,10 @@ class Executor:
         with timeline.span("change the rows"):
             scheduled = self.rows.apply(step)
             self._change_sequences(step)
+            self.labels.apply(step, self.rows, scheduled)
         with timeline.span("move blocks"):
             failed_swap_ins = self._swap(step)
+            self.labels.fail_swap_ins(step, failed_swap_ins)
             if len(step.copy_src_block_ids):
                 blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
                 src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
@@ -211,14 +240,18 @@ class Executor:
         has_sampled = is_live & ~has_failed & ~is_stuck
         stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
         ended = stops | has_failed | is_stuck
-        self.rows.end(rows[ended], incarnations[ended])
         positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
+        num_tokens = positions + has_sampled
+        self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
         self.rows.store_sampled(rows, incarnations, positions, sampled.token_ids)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
         self._spans.sampled(rows[has_row], time.time())
+        if has_failed.any():
+            self.labels.distrust(
+                self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
+            )
         disk = NO_ENDS if self._disk_pool is None else self._disk_pool.take_ended(launched.step_id)
-        if self._host_pool is not None:
-            self._host_pool.accept(disk.loaded)
+        self._end_disk_moves(disk)
         return StepOutput(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
@@ -236,6 +269,12 @@ class Executor:
             num_computed_tokens=scheduled.num_tokens,
             execute_s=time.monotonic() - launched.start_s,
         )
+
+    def _end_disk_moves(self, ends: DiskEnds) -> None:
+        if self._host_pool is not None:
+            self._host_pool.accept(ends.loaded)
+        self.labels.end_stores(ends.stored, ends.failed_stores)
+        self.labels.end_loads(ends.loaded, ends.failed_loads)
 
     def _swap(self, step: StepInput) -> Int32Array:
         """Start the moves between device and host; int32[F]: device blocks for which they fail."""

@@ -11,10 +11,12 @@ Each row's tokens, by position::
     [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from gpu_worker.holdings import HeldRow
 from gpu_worker.step import (
     BoolArray,
     BrokenInvariantError,
@@ -74,6 +76,12 @@ class Rows:
         """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
         """The last one that sampled an end token, or could not sample: it computes no more."""
+        self._ended_len = np.zeros(num_rows, np.int64)
+        """Its tokens; `num_tokens` goes on in name."""
+        self._has_stopped = np.zeros(num_rows, np.bool_)
+        """Whether the last of these is an end token."""
+        self._new: list[NewRow | None] = [None] * num_rows
+        """As each row was announced."""
 
     @property
     def num_used(self) -> int:
@@ -108,14 +116,60 @@ class Rows:
         current = self.is_current(rows, incarnations)
         self.token_ids[rows[current], positions[current]] = values[current]
 
-    def end(self, rows: Int64Array, incarnations: Int64Array) -> None:
-        """Compute no more for these sequences; they may have lost their rows by now."""
+    def end(
+        self,
+        rows: Int64Array,
+        incarnations: Int64Array,
+        num_tokens: Int64Array,
+        has_stopped: BoolArray,
+    ) -> None:
+        """Compute no more for these sequences; they may have lost their rows by now.
+
+        Args:
+            rows: int64[N].
+            incarnations: int64[N].
+            num_tokens: int64[N], how many tokens they have.
+            has_stopped: bool[N], whether the last of these is an end token.
+        """
         self.ended_incarnation[rows] = incarnations
+        self._ended_len[rows] = num_tokens
+        self._has_stopped[rows] = has_stopped
 
     def has_ended(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
         """bool[N]: whether each sequence is known to have ended."""
         ended: BoolArray = self.ended_incarnation[rows] == incarnations
         return ended
+
+    def block_table(self, row: int) -> Int32Array:
+        """int32[N]: a copy of a row's block table."""
+        return self.block_tables[row, : self.num_blocks[row]].copy()
+
+    def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
+        """Describe the sequences that have an identity, once all results have arrived.
+
+        Args:
+            is_broken: Says of a block table whether its KV is: such a sequence is left out.
+        """
+        held = []
+        for row in np.flatnonzero(self.is_used).tolist():
+            new, blocks = self._new[row], self.block_table(row)
+            assert new is not None, "a used row was announced"
+            if not new.identity or is_broken(blocks):
+                continue
+            num_tokens, has_stopped = int(self.num_tokens[row]), False
+            if self.ended_incarnation[row] == self.incarnation[row]:
+                num_tokens, has_stopped = int(self._ended_len[row]), bool(self._has_stopped[row])
+            held.append(
+                HeldRow(
+                    identity=new.identity,
+                    token_ids=self.token_ids[row, :num_tokens].copy(),
+                    num_computed_tokens=min(int(self.num_computed[row]), num_tokens - 1),
+                    block_ids=blocks,
+                    has_stopped=has_stopped,
+                    had_logprobs=new.sampling.logprobs is not None,
+                )
+            )
+        return tuple(held)
 
     def clear(self) -> None:
         """Free all rows."""
@@ -141,6 +195,7 @@ class Rows:
         self.max_total[row] = new.max_total_tokens
         self.is_used[row] = True
         self.incarnation[row] += 1
+        self._new[row] = new
 
     def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
         _require(self.is_used[rows], "appended_rows", rows, "which is free")

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import grpc.aio
 import structlog
 
+from gpu_worker.holdings import Holdings
 from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.result_stream import ResultStream
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.wire import (
+    holdings_to_proto,
     host_blocks_to_pull,
     host_blocks_to_read,
     step_input_from_proto,
@@ -48,6 +50,8 @@ class _Attachment:
     """Of the batches taken."""
     done_step_id: int = 0
     """Of the results sent."""
+    holdings: Holdings | None = None
+    """What there was when it began; None once it has sent a step, which changes it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +74,12 @@ class Steps(HostBlocks, Protocol):
     def num_rows_used(self) -> int:
         """Rows that hold a sequence."""
 
-    async def attach(self, attachment: int) -> None:
-        """Forget all rows; obey only `attachment` from then on."""
+    async def attach(self, attachment: int) -> Holdings:
+        """Forget all rows; obey only `attachment` from then on.
+
+        Returns:
+            What there was.
+        """
 
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
         """Queue a step; what it produces, or raises, comes in the future."""
@@ -127,9 +135,29 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachment = attachment
         for execution in self._executions:
             execution.results.abandon(_superseded(execution.attachment, request.epoch))
-        await steps.attach(attachment.number)
-        _log.info("attached", epoch=request.epoch, scheduler_id=request.scheduler_id)
+        attachment.holdings = await steps.attach(attachment.number)
+        _log.info(
+            "attached",
+            epoch=request.epoch,
+            scheduler_id=request.scheduler_id,
+            num_held_rows=len(attachment.holdings.rows),
+        )
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
+
+    async def ReadHoldings(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.ReadHoldingsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Stream what there was when the scheduler attached."""
+        self._loaded()
+        attachment = self._attachment_of(request.epoch)
+        if attachment.holdings is None:
+            raise FailedPreconditionError(
+                f"epoch {request.epoch} has sent a step, or has not finished attaching; "
+                "what the worker held can be read in between"
+            )
+        for part in holdings_to_proto(attachment.holdings):
+            self._require_newest(attachment)
+            await context.write(part)
 
     # Writing rather than yielding: a generator that is left at a `yield` when the scheduler goes is
     # closed whenever its garbage is collected, and until then its stream would not count as ended.
@@ -240,6 +268,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
         newest.last_step_id = batch.step_id
+        newest.holdings = None
         with timeline.span("decode the batch"):
             step = step_input_from_proto(batch, info.limits)
         return steps.submit(newest.number, step)

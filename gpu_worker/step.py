@@ -18,8 +18,15 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
+LABEL_BYTES = 32
+
+
 def _no_ints() -> Int32Array:
     return np.empty(0, np.int32)
+
+
+def _no_labels() -> npt.NDArray[np.uint8]:
+    return np.empty((0, LABEL_BYTES), np.uint8)
 
 
 class BrokenInvariantError(QuireError):
@@ -66,6 +73,8 @@ class NewRow:
     max_total_tokens: int
     """The length, prompt and output, at which it stops decoding."""
     traceparent: str = ""
+    identity: bytes = b""
+    """What a later scheduler knows it by; empty: it is not told of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +114,10 @@ class StepInput:
     disk_load_src_block_ids: Int32Array = field(default_factory=_no_ints)
     """Disk blocks to load to host blocks, `disk_load_dst_block_ids`."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    labelled_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks whose content, as it is before this step, gets a name."""
+    labels: npt.NDArray[np.uint8] = field(default_factory=_no_labels)
+    """uint8[N, 32], parallel to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.executor import Executor, LaunchedStep
+from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.step import Int32Array, StepInput, StepOutput
 from rpc import timeline
@@ -39,7 +40,7 @@ _log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _Attach:
     attachment: int
-    done: "asyncio.Future[None]"
+    done: "asyncio.Future[Holdings]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class StepLoop:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
+        self._is_trusted = True
+        """Whether no step has failed since the last attachment."""
         self._busy_since_s: float | None = None
         self._failure: str | None = None
         self._failed = asyncio.Event()
@@ -82,11 +85,15 @@ class StepLoop:
         """Rows that hold a sequence, at the last step."""
         return self._executor.rows.num_used
 
-    async def attach(self, attachment: int) -> None:
-        """Forget all rows after the steps taken so far; obey only `attachment` from then on."""
-        done: asyncio.Future[None] = self._event_loop.create_future()
+    async def attach(self, attachment: int) -> Holdings:
+        """Forget all rows after the steps taken so far; obey only `attachment` from then on.
+
+        Returns:
+            What there was.
+        """
+        done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._jobs.put(_Attach(attachment, done))
-        await done
+        return await done
 
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
         """Queue a step; what it produces, or raises, comes in the future.
@@ -221,7 +228,10 @@ class StepLoop:
         while self._pending:
             self._collect()
         try:
-            self._executor.reset()
+            if not self._is_trusted:
+                self._executor.distrust()
+                self._is_trusted = True
+            holdings = self._executor.reset()
         except Exception as error:  # noqa: BLE001 - it is the caller's who attaches
             self._note_device_failure(error)
             self._attachment = None
@@ -229,7 +239,7 @@ class StepLoop:
             return
         metrics.ROWS_USED.set(0)
         self._attachment = job.attachment
-        self._tell(job.done, None)
+        self._tell(job.done, holdings)
 
     async def _call_executor(self, function: Callable[[Executor], _T]) -> _T:
         """Call a function on the executor's thread, after the steps and calls before."""
@@ -249,6 +259,7 @@ class StepLoop:
         self._attachment = None
         self._tell(job.result, error)
         self._note_device_failure(error)
+        self._is_trusted = False
 
     def _note_device_failure(self, error: Exception) -> None:
         """No call to a device succeeds after one that failed so."""
@@ -275,6 +286,7 @@ def _read(executor: Executor, block_ids: Int32Array) -> bytes:
 
 
 def _write(executor: Executor, block_ids: Int32Array, content: bytes) -> None:
+    executor.labels.host.take(block_ids)
     _host_pool(executor).write(block_ids, content)
 
 

@@ -1,11 +1,15 @@
 """Protobuf to the worker's values and back; checks all that can be checked without the rows."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from gpu_worker.holdings import HeldBlocks, HeldRow, Holdings
 from gpu_worker.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from gpu_worker.step import (
+    LABEL_BYTES,
     Int32Array,
     Limits,
     NewRow,
@@ -19,6 +23,10 @@ from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 
+_IDENTITY_BYTES = 32
+_MAX_ROWS_BYTES = 512 * 1024
+_MAX_LABELS = 24 * 1024
+"""Of one part of the holdings."""
 _MAX_LOGIT_BIASES = 1024
 _MAX_LOGPROBS = 1024
 """More than a client may ask for: the candidates of a beam search."""
@@ -48,6 +56,7 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
     _require_parallel("renamed_dst_block_ids", renamed_dst, "renamed_src_block_ids", renamed_src)
     _require_distinct("renamed_src_block_ids", renamed_src)
     _require_distinct("renamed_dst_block_ids", renamed_dst)
+    labelled = _blocks(batch.labelled_block_ids, "labelled_block_ids", device)
     if len(out_src) and len(in_src):
         raise InvalidArgumentError(
             "kv_commands.swap_in_src_block_ids",
@@ -74,6 +83,8 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         copy_dst_block_ids=copy_dst,
         chunk_rows=chunk_rows,
         chunk_lens=chunk_lens,
+        labelled_block_ids=labelled,
+        labels=_labels(batch.labels, len(labelled)),
     )
 
 
@@ -95,6 +106,40 @@ def step_output_to_proto(output: StepOutput, epoch: int) -> worker_pb2.StepResul
         logprobs=[_logprob_to_proto(logprob) for logprob in output.logprobs],
         prompt_logprobs=map(_prompt_logprobs_to_proto, output.prompt_logprobs),
         execute_s=output.execute_s,
+    )
+
+
+def holdings_to_proto(holdings: Holdings) -> Iterator[worker_pb2.ReadHoldingsResponse]:
+    """Build the parts in which the holdings are told of."""
+    part, num_bytes = worker_pb2.ReadHoldingsResponse(), 0
+    for row in holdings.rows:
+        message = _held_row_to_proto(row)
+        num_bytes += message.ByteSize()
+        if part.rows and num_bytes > _MAX_ROWS_BYTES:
+            yield part
+            part, num_bytes = worker_pb2.ReadHoldingsResponse(), message.ByteSize()
+        part.rows.append(message)
+    if part.rows:
+        yield part
+    for tier in ("device", "host", "disk"):
+        blocks: HeldBlocks = getattr(holdings, tier)
+        for first in range(0, len(blocks.block_ids), _MAX_LABELS):
+            chosen = slice(first, first + _MAX_LABELS)
+            held = worker_pb2.HeldBlocks(
+                block_ids=pack_int32(blocks.block_ids[chosen]),
+                labels=blocks.labels[chosen].tobytes(),
+            )
+            yield worker_pb2.ReadHoldingsResponse(**{tier: held})  # type: ignore[arg-type]
+
+
+def _held_row_to_proto(row: HeldRow) -> worker_pb2.HeldRow:
+    return worker_pb2.HeldRow(
+        identity=row.identity,
+        token_ids=pack_int32(row.token_ids),
+        num_computed_tokens=row.num_computed_tokens,
+        block_ids=pack_int32(row.block_ids),
+        has_stopped=row.has_stopped,
+        had_logprobs=row.had_logprobs,
     )
 
 
@@ -212,6 +257,11 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
         -(-num_tokens // limits.block_size),
         limits.max_blocks_per_row,
     )
+    if len(new.identity) not in {0, _IDENTITY_BYTES}:
+        raise InvalidArgumentError(
+            "new_sequences.identity",
+            f"has {len(new.identity)} bytes; it must have {_IDENTITY_BYTES}, or none",
+        )
     return NewRow(
         seq_id=new.seq_id,
         row=new.row,
@@ -222,6 +272,7 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
         sampling=sampling_params_from_proto(new.sampling, new.output_index, limits.vocab_size),
         max_total_tokens=new.max_total_tokens,
         traceparent=new.traceparent,
+        identity=new.identity,
     )
 
 
@@ -281,6 +332,17 @@ def _blocks(packed: bytes, field: str, num_blocks: int) -> Int32Array:
     block_ids = unpack_int32(packed, field)
     _require_range(field, block_ids, 0, num_blocks - 1)
     return block_ids
+
+
+def _labels(packed: bytes, num_blocks: int) -> npt.NDArray[np.uint8]:
+    """uint8[num_blocks, 32]."""
+    if len(packed) != LABEL_BYTES * num_blocks:
+        raise InvalidArgumentError(
+            "labels",
+            f"has {len(packed)} bytes; it must have {LABEL_BYTES} for each of labelled_block_ids, "
+            f"{num_blocks}",
+        )
+    return np.frombuffer(packed, np.uint8).reshape(num_blocks, LABEL_BYTES)
 
 
 def _moves(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpu_worker import metrics
+from gpu_worker.block_labels import BlockLabels
+from gpu_worker.holdings import Holdings
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampling_params import SamplingTable
 from gpu_worker.sequence_spans import SequenceSpans
@@ -55,6 +57,7 @@ class SimulatedSteps:
         """`block_bytes` may be 0 if nothing swaps."""
         self._limits = limits
         self._rows = Rows(limits)
+        self._labels = BlockLabels(limits)
         self._tiers = TierLedger(limits)
         self._ledger = BlockLedger(limits, self._tiers)
         self._block_bytes = block_bytes
@@ -79,10 +82,21 @@ class SimulatedSteps:
         """Rows that hold a sequence."""
         return self._rows.num_used
 
-    async def attach(self, attachment: int) -> None:
-        """Forget all rows; obey only `attachment` from then on."""
+    async def attach(self, attachment: int) -> Holdings:
+        """Forget all rows; obey only `attachment` from then on.
+
+        Returns:
+            What there was; disk moves under way are lost.
+        """
+        holdings = Holdings(
+            self._rows.held(self._labels.has_void),
+            self._labels.device.held(),
+            self._labels.host.held(),
+            self._labels.disk.held(),
+        )
         self._forget()
         self._attachment = attachment
+        return holdings
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
         """Refuse: there is no KV."""
@@ -106,6 +120,7 @@ class SimulatedSteps:
             output = self._run(step)
         except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
             self._forget()
+            self._labels.clear()
             self._attachment = None
             result.set_exception(error)
             return result
@@ -145,6 +160,9 @@ class SimulatedSteps:
         loaded = self._disk.take_loaded(output.step_id, now_s)
         self._tiers.end_stores(stored)
         self._tiers.end_loads(loaded)
+        none = np.empty(0, np.int32)
+        self._labels.end_stores(stored, none)
+        self._labels.end_loads(loaded, none)
         return replace(output, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
 
     def _move_to_and_from_disk(self, step: StepInput) -> None:
@@ -162,6 +180,7 @@ class SimulatedSteps:
         self._rows.clear()
         self._ledger.clear()
         self._tiers.clear()
+        self._labels.forget_disk_moves()
         self._disk = self._idle_disk()
         self._idle.clear()
         self._computing_step_id = 0
@@ -173,6 +192,7 @@ class SimulatedSteps:
         scheduled = self._rows.apply(step)
         self._move_to_and_from_disk(step)
         self._ledger.apply(step, released, self._rows, scheduled)
+        self._labels.apply(step, self._rows, scheduled)
         self._spans.released(step.released_rows.tolist(), time.time())
         self._spans.opened(step.new_rows, time.time())
         for new in step.new_rows:
@@ -199,7 +219,7 @@ class SimulatedSteps:
         for index in np.flatnonzero(stops & ~may_end).tolist():
             token_ids[index] = self._another(rows[index], token_ids[index])
         stops &= may_end
-        self._rows.end(rows[stops], incarnations[stops])
+        self._rows.end(rows[stops], incarnations[stops], positions[stops] + 1, stops[stops])
         self._rows.store_sampled(rows, incarnations, positions, token_ids)
         sampled_rows = rows.astype(np.int32)
         return StepOutput(

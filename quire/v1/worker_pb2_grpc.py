@@ -28,9 +28,10 @@ if _version_not_supported:
 class WorkerServiceStub(object):
     """Executes model steps on one device.
 
-    A conversation. The scheduler calls `Attach` with its epoch; the worker forgets the rows of the
-    scheduler before and answers with what it holds: the model, its rows, its blocks. The scheduler
-    opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
+    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
+    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
+    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
     in the order sent and answers each with one result, in that order. A worker obeys only the newest
     epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
@@ -40,6 +41,10 @@ class WorkerServiceStub(object):
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
+
+    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
+    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
+    is gone as soon as they are overwritten, or found to be broken.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
@@ -60,6 +65,11 @@ class WorkerServiceStub(object):
                 '/quire.v1.WorkerService/Attach',
                 request_serializer=quire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+                _registered_method=True)
+        self.ReadHoldings = channel.unary_stream(
+                '/quire.v1.WorkerService/ReadHoldings',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ReadHoldingsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ReadHoldingsResponse.FromString,
                 _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/quire.v1.WorkerService/Execute',
@@ -86,9 +96,10 @@ class WorkerServiceStub(object):
 class WorkerServiceServicer(object):
     """Executes model steps on one device.
 
-    A conversation. The scheduler calls `Attach` with its epoch; the worker forgets the rows of the
-    scheduler before and answers with what it holds: the model, its rows, its blocks. The scheduler
-    opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
+    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
+    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
+    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
     in the order sent and answers each with one result, in that order. A worker obeys only the newest
     epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
@@ -98,6 +109,10 @@ class WorkerServiceServicer(object):
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
+
+    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
+    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
+    is gone as soon as they are overwritten, or found to be broken.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
@@ -110,6 +125,14 @@ class WorkerServiceServicer(object):
 
     def Attach(self, request, context):
         """Puts the worker under a scheduler's epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadHoldings(self, request, context):
+        """Streams what the worker held when it was attached, until the first step of that epoch;
+        FAILED_PRECONDITION after it. In parts of at most about 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +176,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_worker__pb2.AttachRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
             ),
+            'ReadHoldings': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadHoldings,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ReadHoldingsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ReadHoldingsResponse.SerializeToString,
+            ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.StepBatch.FromString,
@@ -184,9 +212,10 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 class WorkerService(object):
     """Executes model steps on one device.
 
-    A conversation. The scheduler calls `Attach` with its epoch; the worker forgets the rows of the
-    scheduler before and answers with what it holds: the model, its rows, its blocks. The scheduler
-    opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
+    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
+    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
+    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
     in the order sent and answers each with one result, in that order. A worker obeys only the newest
     epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
@@ -196,6 +225,10 @@ class WorkerService(object):
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
+
+    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
+    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
+    is gone as soon as they are overwritten, or found to be broken.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
@@ -223,6 +256,33 @@ class WorkerService(object):
             '/quire.v1.WorkerService/Attach',
             quire_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadHoldings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.WorkerService/ReadHoldings',
+            quire_dot_v1_dot_worker__pb2.ReadHoldingsRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ReadHoldingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

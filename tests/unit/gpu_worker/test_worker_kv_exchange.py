@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpu_worker import kv_exchange
+from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.server import WorkerService
 from gpu_worker.step import Limits
@@ -48,7 +49,7 @@ class Steps:
         self.damage = None
 
     async def attach(self, attachment):
-        pass
+        return Holdings()
 
     async def read_host_blocks(self, block_ids):
         return self.pool.read(block_ids)

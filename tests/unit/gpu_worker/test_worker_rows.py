@@ -115,7 +115,7 @@ def test_an_ended_row_is_counted_but_not_computed_until_it_is_released(rows):
             chunk_lens=[1, 1],
         )
     )
-    rows.end(np.array([0]), rows.incarnation[[0]])
+    rows.end(np.array([0]), rows.incarnation[[0]], np.array([4]), np.array([True]))
     assert facts(rows.apply(step(num_decodes=2)))[0] == [1]
     assert facts(rows.apply(step(num_decodes=2)))[0] == [1]
     # In name it has reached its length now, as the scheduler counts, who may not know of the end.
@@ -137,7 +137,7 @@ def test_a_released_row_is_free_for_the_next_in_the_same_step(rows):
     )
     assert rows.num_used == 1
     # What the first sequence did arrives late and touches the second one in nothing.
-    rows.end(np.array([0]), late)
+    rows.end(np.array([0]), late, np.array([4]), np.array([True]))
     rows.store_sampled(np.array([0]), late, np.array([1]), np.array([44]))
     assert rows.has_ended(np.array([0]), late)
     assert not rows.has_ended(np.array([0]), rows.incarnation[[0]])

@@ -9,6 +9,7 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from gpu_worker.executor import Executor
+from gpu_worker.holdings import Holdings
 from gpu_worker.server import WorkerService
 from gpu_worker.step import Limits, StepOutput
 from gpu_worker.step_loop import StepLoop
@@ -287,7 +288,7 @@ class SlowSteps:
         self.results = []
 
     async def attach(self, attachment):
-        pass
+        return Holdings()
 
     def submit(self, *_):
         self.results.append(asyncio.get_running_loop().create_future())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.holdings import Holdings
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.step_loop import StepLoop
 from rpc.errors import InvalidArgumentError, UnavailableError
@@ -69,6 +70,10 @@ class FakeExecutor:
         if self.reset_error is not None:
             raise self.reset_error
         self._write("reset")
+        return Holdings()
+
+    def distrust(self):
+        self._write("distrust")
 
     def close(self):
         self._write("close")
