@@ -56,8 +56,8 @@ class TierLabels:
     def held(self) -> HeldBlocks:
         """The labelled blocks."""
         named = np.flatnonzero(self._ages)
-        named = named[np.argsort(self._ages[named], kind="stable")].astype(np.int32)
-        return HeldBlocks(named, self._labels[named])
+        blocks = named[np.argsort(self._ages[named], kind="stable")].astype(np.int32)
+        return HeldBlocks(blocks, self._labels[blocks])
 
 
 class BlockLabels:

@@ -1,4 +1,4 @@
-"""What a worker holds for the next scheduler: its sequences, and the blocks whose content is named."""
+"""What a worker holds for the next scheduler: sequences, and blocks whose content is named."""
 
 from dataclasses import dataclass
 

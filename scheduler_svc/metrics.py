@@ -173,8 +173,13 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
     (
         "quire_recomputed_tokens",
-        "Tokens that preempted sequences had to compute again.",
+        "Tokens computed again, of sequences preempted, or live at a worker or scheduler before.",
         lambda load: load.num_recomputed_tokens,
+    ),
+    (
+        "quire_adopted_tokens",
+        "Tokens of sequences of the scheduler before whose KV the worker still had.",
+        lambda load: load.num_adopted_tokens,
     ),
     (
         "quire_kv_swapped_out_blocks",

@@ -6,8 +6,9 @@ is canonical, so that any process in any language computes the same:
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. Every hash is the full 32 bytes: a collision would show one client another's
-text, so there is no shorter form.
+with `hash(-1) = root`. A partial block has a name of the same form, over the tokens that it has: no
+full block can have that, since it has more. Every hash is the full 32 bytes: a collision would show
+one client another's text, so there is no shorter form.
 """
 
 from functools import lru_cache
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 BlockHash = NewType("BlockHash", bytes)
+HASH_BYTES = 32
 
 
 @lru_cache(maxsize=1024)
@@ -29,6 +31,22 @@ def root_hash(salt: str) -> BlockHash:
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
     """Return the hash of the block after `parent`, whose tokens are little-endian int32."""
     return BlockHash(sha256(parent + token_bytes).digest())
+
+
+def tail_hash(
+    chain: list[BlockHash],
+    root: BlockHash,
+    token_ids: npt.NDArray[np.int32],
+    end: int,
+    block_size: int,
+) -> BlockHash:
+    """Return the name of the partial block that holds the last of the first `end` tokens.
+
+    `chain` has the hashes of the full blocks before it, at least.
+    """
+    num_full = end // block_size
+    tail = token_ids[num_full * block_size : end].astype("<i4", copy=False).tobytes()
+    return next_hash(chain[num_full - 1] if num_full else root, tail)
 
 
 def extend_chain(

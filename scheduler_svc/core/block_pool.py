@@ -25,6 +25,7 @@ import numpy.typing as npt
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.eviction import Eviction, make_eviction_order
+from scheduler_svc.core.new_labels import NewLabels
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)
@@ -42,9 +43,14 @@ class BlockPool(Generic[BlockIdT]):
         block_id: Callable[[int], BlockIdT],
         on_evict: Callable[[BlockIdT, BlockHash], None] | None = None,
         eviction: Eviction = Eviction.LRU,
+        labels: NewLabels | None = None,
     ) -> None:
-        """`on_evict` hears of each cached block that `allocate` gives away, and of its hash."""
+        """`on_evict` hears of each cached block that `allocate` gives away, and of its hash.
+
+        `labels` hears of each content that is published, even if another block has it, too.
+        """
         self.num_blocks = num_blocks
+        self._labels = labels
         self._on_evict = on_evict
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._hashes: list[BlockHash | None] = [None] * num_blocks
@@ -135,12 +141,18 @@ class BlockPool(Generic[BlockIdT]):
 
     def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
         """Make a held, full block findable. If another block has this content, that one stays."""
-        if self._hashes[block] is None and block_hash not in self._hash_to_block:
-            self._hashes[block] = block_hash
-            self._hash_to_block[block_hash] = block
+        if self._hashes[block] is None:
+            if self._labels is not None:
+                self._labels.give(block, block_hash)
+            if block_hash not in self._hash_to_block:
+                self._hashes[block] = block_hash
+                self._hash_to_block[block_hash] = block
 
     def forget(self, blocks: Iterable[BlockIdT]) -> None:
         """Make blocks unfindable, because their content is not to be trusted."""
+        blocks = list(blocks)
+        if self._labels is not None:
+            self._labels.forget({*blocks})
         for block in blocks:
             if (block_hash := self._hashes[block]) is None:
                 continue
@@ -216,6 +228,41 @@ class BlockPool(Generic[BlockIdT]):
         for block in (one, other):
             if (block_hash := self._hashes[block]) is not None:
                 self._hash_to_block[block_hash] = block
+        if self._labels is not None:
+            self._labels.exchange(one, other)
+
+    # --- after another scheduler ----------------------------------------------------------------
+
+    def restore(
+        self,
+        tables: Iterable[Sequence[BlockIdT]],
+        blocks: Sequence[BlockIdT],
+        hashes: Sequence[BlockHash],
+    ) -> None:
+        """Take over what a pool's blocks hold, before anything is allocated.
+
+        What was used last is not known. The content that became known last is evicted first: a
+        prefix was known before what continues it.
+
+        Args:
+            tables: Distinct blocks each, of which somebody becomes a holder.
+            blocks: Those whose content is known; what became known first, first.
+            hashes: Parallel to it.
+        """
+        for block in (block for table in tables for block in table):
+            self._ref_counts[block] += 1
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if self._hashes[block] is None and block_hash not in self._hash_to_block:
+                self._hashes[block] = block_hash
+                self._hash_to_block[block_hash] = block
+        for block in reversed(self._hash_to_block.values()):
+            if self._ref_counts[block] == 0:
+                self._cached.add(cast("BlockHash", self._hashes[block]))
+        self._blank = [b for b in self._blank if self._ref_counts[b] == 0 and not self._hashes[b]]
+
+    def is_writable(self, block: BlockIdT) -> bool:
+        """Whether a held block has one holder and no hash, so that this one may write it."""
+        return self._ref_counts[block] == 1 and self._hashes[block] is None
 
 
 _NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)

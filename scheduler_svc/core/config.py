@@ -75,6 +75,8 @@ class SchedulerConfig:
     step, and holds nobody up for longer."""
     max_long_prefills: int = 1
     """Most long sequences that compute their known tokens at the same time."""
+    claim_s: float = 10.0
+    """How long the sequences that a worker held for the scheduler before may be claimed."""
     policy: str = "fcfs"
     """The order of the sequences: what `policies.loading.make_policy` takes."""
     policy_args: tuple[tuple[str, str], ...] = ()
@@ -110,6 +112,7 @@ class SchedulerConfig:
             "defragment_interval_s",
             "num_disk_blocks",
             "disk_bytes_per_s",
+            "claim_s",
         ):
             if not getattr(self, name) >= 0:  # also for NaN
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -155,7 +158,10 @@ class SchedulerLoad:
     num_steps: int
     """Steps scheduled, since the start."""
     num_recomputed_tokens: int
-    """Tokens that preempted sequences have to compute again, since the start."""
+    """Tokens that sequences have to compute again, since the start: those that were preempted, and
+    those that were live at another worker or scheduler before."""
+    num_adopted_tokens: int
+    """Tokens of such whose KV the worker still had, since the start."""
     num_host_blocks: int
     num_free_host_blocks: int
     """Blank host blocks: they hold nothing."""

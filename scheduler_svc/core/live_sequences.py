@@ -139,6 +139,7 @@ class LiveSequences:
             token_ids=known,
             max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
             was_admitted=len(known) > len(request.prompt_token_ids),
+            num_computed_tokens=len(known) - 1 if len(known) > len(request.prompt_token_ids) else 0,
         )
 
 

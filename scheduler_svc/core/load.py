@@ -29,6 +29,7 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         prefix_cache_hits=core._prefix_cache_hits,
         num_steps=core._steps.last,
         num_recomputed_tokens=core._num_recomputed_tokens + core._beams.num_recomputed_tokens,
+        num_adopted_tokens=core._num_adopted_tokens,
         num_spilled_blocks=core._host_room.num_spilled,
         **core._tier.counts(),
         num_moved_blocks=core._defragmenter.num_moved,

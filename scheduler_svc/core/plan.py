@@ -49,6 +49,8 @@ class NewSequence:
     output_index: int
     max_total_tokens: int
     traceparent: str
+    identity: bytes = b""
+    """By which a later scheduler knows it again; empty: it is not to be told of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +92,10 @@ class StepPlan:
     disk_load_src_block_ids: Int32Array = field(default_factory=_no_ints)
     """Disk blocks to load to host blocks `disk_load_dst_block_ids`; likewise."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=_no_ints)
+    labelled_block_ids: Int32Array = field(default_factory=_no_ints)
+    """Device blocks whose content, as it is before this step, is named by `labels`."""
+    labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 32), np.uint8))
+    """uint8[N, 32]: hashes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.plan import NewSequence, StepId, StepPlan, ints
+from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan, ints
 from scheduler_svc.core.sequence import Sequence
 
 
@@ -60,7 +63,9 @@ class PlanDraft:
         if seq.is_paced and self.paced_budget is not None:
             self.paced_budget -= num_tokens
 
-    def finish(self, released_rows: list[int]) -> StepPlan:
+    def finish(
+        self, released_rows: list[int], labels: tuple[Int32Array, npt.NDArray[np.uint8]]
+    ) -> StepPlan:
         """Return the plan."""
         return StepPlan(
             step_id=self.step_id,
@@ -84,4 +89,6 @@ class PlanDraft:
             disk_store_dst_block_ids=ints(self.disk_store_dst),
             disk_load_src_block_ids=ints(self.disk_load_src),
             disk_load_dst_block_ids=ints(self.disk_load_dst),
+            labelled_block_ids=labels[0],
+            labels=labels[1],
         )

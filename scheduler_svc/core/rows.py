@@ -27,7 +27,7 @@ class Rows:
         self._seq_key = np.zeros(max_num_seqs, np.uint64)
         self.accounts = RowAccounts(max_num_seqs)
         self.num_reserved = 0
-        """Free rows that are kept for beams; `BeamGroups` counts them."""
+        """Free rows that are kept for beams, as `BeamGroups` counts them, or to be claimed."""
 
     @property
     def num_free(self) -> int:

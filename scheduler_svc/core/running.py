@@ -6,11 +6,13 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, next_hash, root_hash
+from scheduler_svc.core.block_hash import extend_chain, next_hash, root_hash, tail_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.holdings import identity
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import FoundKv
+from scheduler_svc.core.new_labels import NewLabels
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.policy import Rank
@@ -31,12 +33,14 @@ class RunningSet:
         tier: HostTier,
         rows: Rows,
         steps: StepsInFlight,
+        labels: NewLabels,
     ) -> None:
         self._config = config
         self._pool = pool
         self._tier = tier
         self._rows = rows
         self._steps = steps
+        self._labels = labels
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # by order
@@ -182,6 +186,7 @@ class RunningSet:
 
     def grow_tables(self, draft: PlanDraft) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
+        self._labels.begin_step()
         due = self._needs_block.pop(draft.step_id)
         if not due:
             return
@@ -215,7 +220,7 @@ class RunningSet:
         self._steps.hold(draft.copied)
         self._num_decoding -= self._ends.num_due(draft.step_id)
         released, self._released_rows = self._released_rows, []
-        return draft.finish(released)
+        return draft.finish(released, self._labels.take())
 
     def pop_ended(self, step: StepId) -> list[Sequence]:
         """Take out the sequences whose last token `step` sampled; they still run."""
@@ -283,6 +288,19 @@ class RunningSet:
             self._steps.hold(held, seq.row)
         seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
 
+    def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
+        """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
+
+        A scheduler that has only the labels finds the tail by its name.
+        """
+        num_full, num_in_tail = divmod(num_computed, self._config.block_size)
+        if num_in_tail and self._config.enable_prefix_caching:
+            chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
+            extend_chain(chain, root, seq.token_ids, self._config.block_size)
+            name = tail_hash(chain, root, seq.token_ids, num_computed, self._config.block_size)
+            self._labels.give(blocks[-1], name)
+        seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
+
     def distrust(self, seq: Sequence) -> None:
         """Let nobody find the blocks of a running sequence whose KV is broken."""
         self._pool.forget(seq.block_ids)
@@ -314,6 +332,7 @@ class RunningSet:
                 output_index=seq.output_index,
                 max_total_tokens=seq.max_total_tokens,
                 traceparent=seq.traceparent,
+                identity=b"" if seq.group else identity(seq.request, seq.output_index),
             )
         )
         if seq.copy_from is not None:

@@ -23,15 +23,9 @@ from scheduler_svc.core.kv_lookup import KvLookup
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.load import read_load
 from scheduler_svc.core.long_prefills import LongPrefillLimit
+from scheduler_svc.core.new_labels import NewLabels
 from scheduler_svc.core.pins import Pins
-from scheduler_svc.core.plan import (
-    Admitted,
-    Finished,
-    News,
-    StepId,
-    StepOutcome,
-    StepPlan,
-)
+from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
@@ -56,12 +50,13 @@ class Scheduler:
         """Most tokens of one sequence: so many that it can always finish when it runs alone."""
         self._tier = HostTier(config)
         on_evict = self._tier.demote if config.num_host_blocks else None
-        self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction)
+        labels = NewLabels()
+        self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction, labels)
         self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
         self._rows = Rows(config.max_num_seqs, self.max_request_len)
         self._steps = StepsInFlight(self._pool, self._rows)
-        self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps)
+        self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
         self._policy = make_policy(config.policy, config.policy_args)
         self._beams = BeamGroups(config, self._rows, self._running, self._lookup, self._policy)
@@ -75,6 +70,7 @@ class Scheduler:
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
         self._num_preemptions = 0
         self._num_recomputed_tokens = 0
+        self._num_adopted_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -93,7 +89,7 @@ class Scheduler:
         num_waiting = len(self._waiting) + len(self._fetching) + self._live.num_siblings
         check_queue(request, num_waiting, self.config.max_waiting)
         for seq in self._live.add(request, self._policy.place(request, now), now):
-            self._fetching.enqueue(seq)
+            self._enqueue(seq)
 
     def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
         """Look whether a new request could meet its deadline here; nothing changes.
@@ -333,6 +329,10 @@ class Scheduler:
 
     # --- lives of sequences ---------------------------------------------------------------------
 
+    def _enqueue(self, seq: Sequence) -> None:
+        """Let a new sequence wait."""
+        self._fetching.enqueue(seq)
+
     def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
         """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
 
@@ -357,8 +357,7 @@ class Scheduler:
         elif num_computed and (
             must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
         ):
-            hashes = seq.block_hashes[: num_computed // self.config.block_size]
-            seq.host_block_ids = tuple(self._tier.swap_out(blocks, hashes))
+            self._running.swap_out(seq, blocks, num_computed)
         seq.num_computed_tokens = num_computed
         seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._waiting.push(seq)

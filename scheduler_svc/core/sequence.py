@@ -120,7 +120,8 @@ class Sequence:
     """How many of its first blocks have been published, or were found."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. With KV on the
-    host or disk: tokens that are there. In WAITING: those it had computed when it was preempted."""
+    host or disk: tokens that are there. In WAITING: those it had computed when it was preempted, or
+    was live elsewhere."""
     num_cached_tokens: int = 0
     """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
     num_charged_tokens: int = 0

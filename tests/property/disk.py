@@ -20,6 +20,7 @@ BROKEN: Context = ("broken",)  # what the worker finds to be broken when it read
 class Store:
     content: Content
     disk_block: int
+    label: bytes | None
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Ends:
 class FakeDisk:
     """Moves blocks between the disk and `host`: what each block holds, if it holds anything."""
 
-    def __init__(self, num_blocks: int, host: dict[int, Content]) -> None:
+    def __init__(
+        self, num_blocks: int, host: dict[int, Content], host_labels: dict[int, bytes]
+    ) -> None:
         self.num_blocks = num_blocks
+        self.labels: dict[int, bytes] = {}
+        self._host_labels = host_labels
         self.blocks: dict[int, Content] = {}
         self.moves: list[Store | Load] = []
         self.ends_per_step = 1
@@ -63,11 +68,13 @@ class FakeDisk:
             busy = {move.disk_block for move in self.moves}
             assert target not in busy, "a store writes a disk block that a move under way uses"
             self.blocks.pop(target, None)
-            self.moves.append(Store(self._host[source], target))
+            self.labels.pop(target, None)
+            self.moves.append(Store(self._host[source], target, self._host_labels.get(source)))
         for source, target in loads:
             assert source in self.blocks, "a load reads a disk block that holds nothing"
             assert target not in self.loading, "two loads write one host block"
             self._host.pop(target, None)
+            self._host_labels.pop(target, None)
             self.moves.append(Load(source, target))
 
     def end(self, at_least: int) -> Ends:
@@ -81,11 +88,16 @@ class FakeDisk:
                     ends.failed_disk_block_ids.append(move.disk_block)
                 else:
                     self.blocks[move.disk_block] = move.content
+                    if move.label is not None:
+                        self.labels[move.disk_block] = move.label
                     ends.stored_disk_block_ids.append(move.disk_block)
             elif fails or BROKEN in self.blocks[move.disk_block]:
                 ends.failed_host_block_ids.append(move.host_block)
+                self.labels.pop(move.disk_block, None)
             else:
                 self._host[move.host_block] = self.blocks[move.disk_block]
+                if move.disk_block in self.labels:
+                    self._host_labels[move.host_block] = self.labels[move.disk_block]
                 ends.loaded_host_block_ids.append(move.host_block)
         return ends
 

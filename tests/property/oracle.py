@@ -7,11 +7,13 @@ and is known before. The oracle knows no blocks, rows or steps.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
+import numpy as np
+
 from scheduler_svc.core.plan import Finished, News
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from tests.property.beams import Found, expected_search
 
 Context = tuple[object, ...]
@@ -130,6 +132,26 @@ class Oracle:
         assert {end.reason for end in ends} == {FinishReason.CANCELLED}
         for each in places:
             del self.live[each]
+
+    def resubmittable(self) -> list[Request]:
+        """Return the live requests as their routers submit them again, with all they have heard."""
+        by_request = {id(seq.request): seq.request for seq in self.live.values()}
+        return [self._resubmittable(request) for request in by_request.values()]
+
+    def without_ended(self, request: Request) -> Request | None:
+        """Return a resubmitted request as it is by now; None: it was cancelled meanwhile."""
+        keys = range(request.first_seq_key, request.first_seq_key + request.n)
+        is_live = any((request.source, key) in self.live for key in keys)
+        return self._resubmittable(request) if is_live else None
+
+    def _resubmittable(self, request: Request) -> Request:
+        outputs = []
+        for index in range(request.n):
+            seq = self.live.get((request.source, request.first_seq_key + index))
+            heard = np.array([] if seq is None else seq.heard, np.int32)
+            outputs.append(OutputSoFar(heard, finished=seq is None))
+        is_new = not any(len(output.token_ids) or output.finished for output in outputs)
+        return replace(request, outputs=() if is_new else tuple(outputs))
 
     def lose(self, source: int) -> None:
         """Note that a source is gone with all it wanted."""

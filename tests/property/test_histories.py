@@ -30,6 +30,7 @@ COUNTERS = (
     "num_loaded_blocks",
     "num_failed_disk_moves",
     "num_spilled_blocks",
+    "num_adopted_tokens",
 )
 
 
@@ -119,9 +120,13 @@ def live_through(seed: int) -> SchedulerMachine:
             machine.worker.disk.ends_per_step = draw.choice([0, 1, 1, 2, 4])
         if draw.random() < cancellation and machine.oracle.live:
             source, key = draw.choice(sorted(machine.oracle.live))
-            machine.oracle.cancel((source, key), machine.core.cancel(source, [key]))
+            machine.cancel_one(source, key)
         if draw.random() < 0.002:
             machine.lose_worker()
+        if draw.random() < 0.01:
+            machine.lose_scheduler(draw.choice([None, None, 0, 1]), draw.randint(0, 2))
+        if machine.to_resubmit and draw.random() < 0.2:
+            machine.resubmit_all()
         if draw.random() < 0.02:
             machine.core.defragment()
         check(machine.core)

@@ -17,7 +17,7 @@ from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.successor import Successor
 from tests.property.oracle import END, Oracle
 from tests.property.worker import SEARCH, FakeWorker
 
@@ -113,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eviction=eviction,
             max_pinned_share=pinned_share,
             defragment_interval_s=defragment_s,
+            claim_s=3.0,
             defragment_threshold=0.0,
             max_defragment_moves=max_moves,
             policy=policy,
@@ -125,10 +126,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.start_core()
 
     def start_core(self):
-        self.core = Scheduler(self.config)
+        self.core = Successor(self.config)
         self.worker = FakeWorker(self.config)
         self.worker.disk.failure_rate = self.disk_failures
         self.unanswered: deque[StepOutcome] = deque()
+        self.to_resubmit: list[Request] = []
 
     @rule(
         source=st.integers(0, 1),
@@ -241,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def must_go_on(self):
         """Whether there is something to plan, or to wait for."""
-        return bool(self.oracle.live)
+        return bool(self.oracle.live) and not self.to_resubmit
 
     @precondition(lambda self: self.unanswered)
     @rule()
@@ -272,8 +274,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
     def cancel(self, data):
-        source, key = data.draw(st.sampled_from(sorted(self.oracle.live)))
-        self.oracle.cancel((source, key), self.core.cancel(SourceId(source), [key, 10_000]))
+        self.cancel_one(*data.draw(st.sampled_from(sorted(self.oracle.live))))
+
+    def cancel_one(self, source, key):
+        self.resubmit_all()
+        if (source, key) in self.oracle.live:
+            self.oracle.cancel((source, key), self.core.cancel(SourceId(source), [key, 10_000]))
 
     @precondition(lambda self: len(self.oracle.live) > 3)
     @rule(source=st.integers(0, 1))
@@ -300,10 +306,45 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.oracle.live) > 2)
     @rule()
     def lose_worker(self):
+        self.resubmit_all()
         requests = self.core.drain()
         self.start_core()
         for request in requests:
             self.core.submit(request, self.now)
+
+    @precondition(lambda self: len(self.oracle.live) > 1)
+    @rule(lost_source=st.sampled_from([None, None, 0, 1]), num_late=st.integers(0, 2))
+    def lose_scheduler(self, lost_source, num_late):
+        """The worker goes on with another; the routers submit what they have, some of them late."""
+        if lost_source is not None:
+            self.oracle.lose(lost_source)
+        self.resubmit_all()  # of the restart before
+        self.core = Successor(self.config)
+        self.core.inherit(self.worker.hand_over(), self.now)
+        check(self.core)
+        self.unanswered.clear()
+        self.to_resubmit = self.oracle.resubmittable()
+        while len(self.to_resubmit) > num_late:
+            self.resubmit(self.to_resubmit.pop(0))
+
+    @precondition(lambda self: self.to_resubmit)
+    @rule()
+    def resubmit_all(self):
+        while self.to_resubmit:
+            self.resubmit(self.to_resubmit.pop())
+
+    def resubmit(self, request):
+        if (request := self.oracle.without_ended(request)) is None:
+            return
+        try:
+            self.core.submit(request, self.now)
+        except QueueFullError:
+            assert not request.outputs
+            for key in range(request.first_seq_key, request.first_seq_key + request.n):
+                del self.oracle.live[request.source, key]
+        if (news := self.core.take_adopted()) is not None:
+            self.oracle.hear(news)
+        check(self.core)
 
     @invariant()
     def books_are_right(self):
@@ -315,6 +356,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Everything that is live ends, and leaves nothing behind."""
         if not hasattr(self, "core"):
             return
+        self.resubmit_all()
+        self.now += self.config.claim_s
         for _ in range(3_000):
             if not self.oracle.live and not self.unanswered:
                 break

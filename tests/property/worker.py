@@ -4,12 +4,16 @@ It executes plans exactly as worker.proto says, at the worst moment that it allo
 first wrong slot, in the step that reads it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from zlib import crc32
 
 import numpy as np
 
+from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash, tail_hash
+from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
@@ -47,12 +51,15 @@ class FakeWorker:
         self.config = config
         self.slots: list[Context | None] = [None] * (config.num_blocks * config.block_size)
         self.host: dict[int, Content] = {}  # of blocks that hold something
-        self.disk = FakeDisk(config.num_disk_blocks, self.host)
+        self.labels: dict[int, bytes] = {}
+        self.host_labels: dict[int, bytes] = {}
+        self.disk = FakeDisk(config.num_disk_blocks, self.host, self.host_labels)
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0
 
     def execute(self, plan: StepPlan) -> StepOutcome:
+        self._label(plan)
         self._change_rows(plan)
         self.disk.begin(
             _pairs(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids),
@@ -70,6 +77,31 @@ class FakeWorker:
             self._read(row, count)
         failed = self._arrive(plan, arriving)
         return self._sample(plan, work, failed)
+
+    def hand_over(self) -> Holdings:
+        """Forget the rows, as when a scheduler attaches, and say what there was."""
+        self.disk.end(at_least=len(self.disk.moves))
+        rows, self.rows = self.rows, {}
+        return Holdings(
+            tuple(self._held(row) for row in rows.values() if self._is_held(row)),
+            _held_blocks(self.labels, DeviceBlockId),
+            _held_blocks(self.host_labels, HostBlockId),
+            _held_blocks(self.disk.labels, DiskBlockId),
+        )
+
+    def _is_held(self, row: Row) -> bool:
+        slots = self._slots(row, 0, row.computed)
+        return bool(row.new.identity) and not any(self.slots[slot] == BROKEN for slot in slots)
+
+    def _held(self, row: Row) -> HeldRow:
+        return HeldRow(
+            identity=row.new.identity,
+            token_ids=np.array(row.tokens, np.int32),
+            num_computed_tokens=min(row.computed, len(row.tokens) - 1),
+            block_ids=tuple(map(DeviceBlockId, row.blocks)),
+            has_stopped=row.ended,
+            had_logprobs=crc32(row.new.identity) % 4 == 0,  # as good as any
+        )
 
     def corrupt_host(self, blocks: Iterable[int]) -> None:
         """Let the swap-ins and stores of blocks that hold something fail."""
@@ -118,6 +150,30 @@ class FakeWorker:
         decoding = {r: 1 for r in decoding if not self.rows[r].ended}
         return {self.rows[r]: count for r, count in (decoding | chunks).items()}
 
+    # --- labels ---------------------------------------------------------------------------------
+
+    def _label(self, plan: StepPlan) -> None:
+        for block, label in zip(plan.labelled_block_ids.tolist(), plan.labels, strict=True):
+            if BROKEN not in self.slots[self._block(block)]:
+                self.labels[block] = label.tobytes()
+                self._check_label(block)
+
+    def _check_label(self, block: int) -> None:
+        """Compare a label with what the block holds, of which it may name the first slots."""
+        size, content = self.config.block_size, self.slots[self._block(block)]
+        for end in range(size, 0, -1):
+            last = content[end - 1]
+            if last is None or (len(last) - 1) % size != end % size:
+                continue
+            salt, *tokens = last
+            chain, ids = [], np.array(tokens, np.int32)
+            extend_chain(chain, root_hash(str(salt)), ids, size)
+            if end < size:
+                chain.append(tail_hash(chain, root_hash(str(salt)), ids, len(ids), size))
+            if chain[-1] == self.labels[block]:
+                return
+        raise AssertionError(f"block {block} has a label that is not true: {content}")
+
     # --- blocks ---------------------------------------------------------------------------------
 
     def _block(self, block: int) -> slice:
@@ -134,9 +190,12 @@ class FakeWorker:
             assert 0 <= target < self.config.num_host_blocks
             assert target not in self.disk.loading, "a swap-out writes a host block being loaded"
             self.host[target] = tuple(self.slots[self._block(source)])
+            _copy_label(self.labels.get(source), self.host_labels, target)
         for source, _ in ins:
             assert source in self.host, "a swap-in reads a host block that holds nothing"
         arriving = {target: self.host[source] for source, target in ins}
+        for source, block in ins:
+            _copy_label(self.host_labels.get(source), self.labels, block)
         for block in arriving:
             self.slots[self._block(block)] = [ARRIVING] * self.config.block_size
         return arriving
@@ -148,12 +207,20 @@ class FakeWorker:
             assert there == {ARRIVING}, "a block is written while it is swapped in"
             self.slots[self._block(block)] = content
         failed = [block for block, content in arriving.items() if BROKEN in content]
+        for source, block in _pairs(plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids):
+            if block in failed:
+                self.labels.pop(block, None)
+                self.host_labels.pop(source, None)
         self.failed_in = plan.step_id if failed else self.failed_in
         return failed
 
     def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        read = [(target, self.slots[self._block(source)]) for source, target in pairs]
-        for target, content in read:
+        read = [
+            (target, self.slots[self._block(source)], self.labels.get(source))
+            for source, target in pairs
+        ]
+        for target, content, label in read:
+            _copy_label(label, self.labels, target)
             assert ARRIVING not in content, "a copy reads a block that is being swapped in"
             self.slots[self._block(target)] = content
 
@@ -168,6 +235,7 @@ class FakeWorker:
         assert row.computed + count <= len(row.tokens)
         for slot in self._slots(row, row.computed, row.computed + count):
             self.slots[slot] = row.content(row.computed)
+            self.labels.pop(slot // self.config.block_size, None)
             row.computed += 1
 
     def _spread(self, row: Row, count: int) -> None:
@@ -213,6 +281,17 @@ class FakeWorker:
             candidate_logprobs=np.array([p for _, pairs in beams for _, p in pairs], np.float32),
             **{name: ints(blocks) for name, blocks in asdict(ends).items()},
         )
+
+
+def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:
+    labels.pop(target, None)
+    if label is not None:
+        labels[target] = label
+
+
+def _held_blocks(labels: dict[int, bytes], block_id: Callable[[int], BlockIdT]) -> HeldBlocks:
+    hashes = [BlockHash(label) for label in labels.values()]
+    return HeldBlocks([block_id(block) for block in labels], hashes)
 
 
 def _pairs(sources: Int32Array, targets: Int32Array) -> list[tuple[int, int]]:

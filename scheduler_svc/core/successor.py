@@ -1,0 +1,242 @@
+"""A scheduler core that goes on with what its worker holds of the scheduler before.
+
+What is known of it, and what becomes of that:
+
+    a sequence that had a row   its tokens and its block table; *unclaimed* until its request is
+                                submitted again: then it runs on in its blocks, and computes nothing
+                                again. Nobody knows what it was but by its identity.
+    one that was swapped out    nothing but the names of its blocks, the partial tail included;
+                                found by the tokens that its request comes with, it is SWAPPED again
+    blocks that are named       are cached: the prefix cache is as it was, in all tiers
+
+Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or until somebody
+could not run otherwise. Then what is named among them stays in the cache, and the rest is free.
+
+The worker may have sampled tokens of which the source has not heard: it does now, so that not even
+those are computed again. If it wants log-probabilities, which nobody has kept, they are drawn
+again, and come out the same.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core.block_hash import extend_chain, root_hash, tail_hash
+from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.holdings import HeldRow, Holdings, identity
+from scheduler_svc.core.kv_lookup import FoundKv
+from scheduler_svc.core.plan import Finished, Int32Array, News, StepPlan
+from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+
+
+class Successor(Replica):
+    """The sequences and blocks of one worker, which may have had a scheduler before."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._unclaimed: dict[bytes, list[HeldRow]] = {}
+        self._claimable_until = 0.0
+        self._told: list[tuple[Sequence, Int32Array]] = []
+        """Tokens that sequences had already, and of which their sources have not heard."""
+        self._ended: list[Finished] = []
+
+    # --- taking over ----------------------------------------------------------------------------
+
+    def inherit(self, holdings: Holdings, now: float) -> None:
+        """Learn what the worker holds; once, before anything else."""
+        for row in holdings.rows[: self.config.max_num_seqs]:
+            self._unclaimed.setdefault(row.identity, []).append(row)
+        self._claimable_until = now + self.config.claim_s
+        self._rows.num_reserved += len(self.unclaimed)
+        device, host, disk = holdings.device, holdings.host, holdings.disk
+        tables = [row.block_ids for row in self.unclaimed]
+        if not self.config.enable_prefix_caching:
+            self._pool.restore(tables, (), ())
+            return
+        self._pool.restore(tables, device.block_ids, device.hashes)
+        self._tier.pool.restore((), host.block_ids, host.hashes)
+        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
+
+    @property
+    def unclaimed(self) -> list[HeldRow]:
+        """The sequences that had a row and whose requests have not come again."""
+        return [row for rows in self._unclaimed.values() for row in rows]
+
+    def holds(self, request: Request) -> bool:
+        """Whether a sequence of a request had a row here."""
+        return any(self._find(request, index) is not None for index in range(request.n))
+
+    def take_adopted(self) -> News | None:
+        """Return what the sources must hear of what was adopted since the last call."""
+        if not (self._told or self._ended):
+            return None
+        told, self._told = self._told, []
+        ended, self._ended = tuple(self._ended), []
+        admitted, self._admitted = tuple(self._admitted), []
+        seqs = [seq for seq, tokens in told for _ in range(len(tokens))]
+        return News(
+            sources=np.array([seq.request.source for seq in seqs], np.int32),
+            seq_keys=np.array([seq.seq_key for seq in seqs], np.uint64),
+            token_ids=np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens in told)]),
+            result_index=np.zeros(len(seqs), np.int32),
+            admitted=admitted,
+            finished=ended,
+        )
+
+    # --- what a core does -----------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """See `Scheduler`; what the worker has of it is not computed again."""
+        has_diverged = request.beam is None and not request.outputs and request.n > 1
+        if has_diverged and any(self._find(request, index) for index in range(1, request.n)):
+            nothing = OutputSoFar(np.empty(0, np.int32), finished=False)
+            request = replace(request, outputs=(nothing,) * request.n)
+        super().submit(request, now)
+
+    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
+        """See `Scheduler`; nobody waits for ever for what nobody claims."""
+        if self._unclaimed and now >= self._claimable_until:
+            for row in self.unclaimed:
+                self._let_go(row)
+        plan = super().schedule(now, max_paced_tokens)
+        while plan is None and self._unclaimed and self._waiting and not self._steps:
+            self._let_go(self.unclaimed[-1])
+            plan = super().schedule(now, max_paced_tokens)
+        return plan
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if seq.group is None and (self._adopt_running(seq) or self._adopt_swapped(seq)):
+            return
+        super()._enqueue(seq)
+
+    def _find(self, request: Request, output_index: int) -> HeldRow | None:
+        """Return an unclaimed row that is an output's, of whose tokens either has a beginning."""
+        if not self._unclaimed or request.beam is not None:
+            return None
+        rows = self._unclaimed.get(identity(request, output_index), ())
+        known = _known_tokens(request, output_index)
+        return next((row for row in rows if _is_same(row.token_ids, known)), None)
+
+    def _adopt_running(self, seq: Sequence) -> bool:
+        """Let a sequence run on in the blocks of its row, if there is one."""
+        if (row := self._find(seq.request, seq.output_index)) is None:
+            return False
+        has_all_to_tell = len(seq.token_ids) > seq.num_prompt_tokens
+        if not (seq.request.reads_prefix_cache or has_all_to_tell):
+            return False  # its prompt's log-probabilities are still to be told
+        num_known = len(seq.token_ids)
+        if len(row.token_ids) > num_known and not row.had_logprobs:
+            seq.token_ids = row.token_ids
+            self._tell_admitted(seq, 0, seq.arrived)
+            self._told.append((seq, row.token_ids[num_known:]))
+            if row.has_stopped or len(row.token_ids) >= seq.max_total_tokens:
+                self._let_go(row)
+                self._waiting.push(seq)
+                reason = FinishReason.STOP if row.has_stopped else FinishReason.LENGTH
+                last = int(row.token_ids[-1]) if row.has_stopped else None
+                self._ended += self._finish(seq, reason, stop_token_id=last)
+                return True
+        return self._run_on(seq, row)
+
+    def _run_on(self, seq: Sequence, row: HeldRow) -> bool:
+        """Start a sequence in the blocks of its row, which are its own from now on.
+
+        A last block that is not its own to write, it copies. Blocks in which nothing is computed
+        are given back, and others taken.
+        """
+        num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
+        num_full, num_in_tail = divmod(num_computed, self.config.block_size)
+        kept = row.block_ids[: num_full + bool(num_in_tail)]
+        num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
+        self._claim(row)
+        self._pool.drop(row.block_ids[len(kept) :])
+        copies = bool(num_in_tail) and not self._pool.is_writable(kept[-1])
+        ready = [*kept[:-1]] if copies else [*kept]
+        num_new = -(-len(seq.token_ids) // self.config.block_size) - len(ready)
+        if num_new > self._pool.num_free:
+            self._pool.drop(kept)
+            seq.num_computed_tokens = num_before
+            return False
+        if copies:
+            seq.copy_from = kept[-1]
+        self._num_recomputed_tokens += num_before - num_computed
+        self._num_adopted_tokens += num_computed
+        self._running.start(seq, FoundKv(ready, [], [], num_computed), num_new)
+        self._pool.drop(ready)
+        seq.num_published_blocks = 0  # the worker knows of some, and of which is not known here
+        seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
+        self._tell_admitted(seq, 0, seq.arrived)
+        return True
+
+    def _adopt_swapped(self, seq: Sequence) -> bool:
+        """Let a sequence wait with its KV, if host and disk have it up to its partial tail.
+
+        What they have of full blocks only, the prefix cache finds when it is admitted.
+        """
+        tier, size = self._tier, self.config.block_size
+        known = seq.token_ids
+        may_find = self.config.enable_prefix_caching and self.config.num_host_blocks
+        if not may_find or len(known) == seq.num_prompt_tokens:
+            return False
+        chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
+        extend_chain(chain, root, known, size)
+        hashes = chain[: (len(known) - 1) // size]
+        on_host = tier.pool.find(hashes)
+        on_disk = tier.disk.pool.find(hashes[len(on_host) :])
+        num_full = len(on_host) + len(on_disk)
+        for end in range(min(len(known) - 1, (num_full + 1) * size - 1), num_full * size, -1):
+            name = [tail_hash(chain, root, known, end, size)]
+            host_tail = [] if on_disk else tier.pool.find(name)
+            disk_tail = [] if host_tail else tier.disk.pool.find(name)
+            if host_tail or disk_tail:
+                self._wait_swapped(seq, [*on_host, *host_tail], [*on_disk, *disk_tail], end)
+                return True
+        return False
+
+    def _wait_swapped(
+        self, seq: Sequence, host: list[HostBlockId], disk: list[DiskBlockId], num_computed: int
+    ) -> None:
+        self._tier.pool.share(host)
+        self._tier.disk.pool.share(disk)
+        seq.host_block_ids, seq.disk_block_ids = tuple(host), tuple(disk)
+        self._num_recomputed_tokens += seq.num_computed_tokens - num_computed
+        self._num_adopted_tokens += num_computed
+        seq.num_computed_tokens = num_computed
+        seq.num_charged_tokens = seq.num_prompt_tokens
+        seq.move(SeqStatus.MIGRATING)  # from one core to the next
+        seq.move(SeqStatus.SWAPPED)
+        self._waiting.push(seq)
+
+    def _claim(self, row: HeldRow) -> None:
+        """Take a row out of those unclaimed; its blocks are the caller's."""
+        rows = self._unclaimed[row.identity]
+        rows.remove(row)
+        if not rows:
+            del self._unclaimed[row.identity]
+        self._rows.num_reserved -= 1
+
+    def _let_go(self, row: HeldRow) -> None:
+        self._claim(row)
+        self._pool.drop(row.block_ids)
+
+    @property
+    def held_device_blocks(self) -> list[DeviceBlockId]:
+        """The device blocks that unclaimed rows hold, each as often as it is held."""
+        return [block for row in self.unclaimed for block in row.block_ids]
+
+
+def _known_tokens(request: Request, output_index: int) -> Int32Array:
+    if not request.outputs:
+        return request.prompt_token_ids
+    return np.concatenate([request.prompt_token_ids, request.outputs[output_index].token_ids])
+
+
+def _is_same(one: Int32Array, other: Int32Array) -> bool:
+    """Whether one of two token streams begins with the other."""
+    num_both = min(len(one), len(other))
+    return bool((one[:num_both] == other[:num_both]).all())
