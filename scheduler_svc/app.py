@@ -12,7 +12,7 @@ from rpc.health import Health
 from rpc.server import Addresses, serve
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
-from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
@@ -140,10 +140,10 @@ async def _run_scheduler(
 
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Replica]:
+) -> AbstractContextManager[Successor]:
     config = _configure_core(settings, info)
     return (
-        nullcontext(Replica(config)) if recordings is None else recordings.open_core(info, config)
+        nullcontext(Successor(config)) if recordings is None else recordings.open_core(info, config)
     )
 
 
@@ -170,6 +170,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         num_disk_blocks=info.num_disk_blocks,
         disk_bytes_per_s=info.disk_bytes_per_s,
         max_disk_moves=settings.max_disk_moves,
+        claim_s=settings.claim_s,
         preemption_mode=PreemptionMode(settings.preemption_mode),
         max_swap_blocks=settings.max_swap_blocks,
         long_prefill_threshold=settings.long_prefill_threshold,

@@ -7,6 +7,7 @@ from zlib import crc32
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.migration import ExportId, ImportId, MovedRequest
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -29,6 +30,14 @@ class Submit:
     """`core.submit(request, now)`."""
 
     request: Request
+    now: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inherit:
+    """`core.inherit(holdings, now)`."""
+
+    holdings: Holdings
     now: float
 
 
@@ -101,7 +110,7 @@ class EndImport:
 Move: TypeAlias = BeginExport | EndExport | BeginImport | EndImport
 """What has to do with another core."""
 
-Call: TypeAlias = Submit | Cancel | CancelSource | Defragment | Schedule | Update | Move
+Call: TypeAlias = Inherit | Submit | Cancel | CancelSource | Defragment | Schedule | Update | Move
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One worker's engine: attaches it, keeps a session going, and attaches it anew after a loss."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -8,7 +9,7 @@ from typing import Protocol
 import structlog
 
 from rpc.errors import UnavailableError
-from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.router_streams import RouterStreams
@@ -24,7 +25,7 @@ log = structlog.get_logger()
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_client.attach`."""
 
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Replica]]
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
 """Makes the core for a worker, which plans for it until the `with` ends."""
 
 
@@ -110,11 +111,13 @@ class Engine:
         try:
             self._owner.accept(self, link.info)
             with self._open_core(link.info) as core:
+                if link.holdings.is_anything:
+                    core.inherit(link.holdings, time.monotonic())
                 return await self._work(link, core, wake)
         finally:
             await link.close()
 
-    async def _work(self, link: WorkerLink, core: Replica, wake: asyncio.Event) -> bool:
+    async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
         session = Session(
             link,
             core,
@@ -124,14 +127,14 @@ class Engine:
             metrics=self._metrics,
             max_decode_slowdown=self._max_decode_slowdown,
         )
-        self._begin(session, link.info)
+        self._begin(session, link.info, len(core.unclaimed))
         try:
             await session.work()
         except UnavailableError as error:
             self._end(session, error)
         return session.has_progressed
 
-    def _begin(self, session: Session, info: WorkerInfo) -> None:
+    def _begin(self, session: Session, info: WorkerInfo, num_held_rows: int) -> None:
         log.info(
             "worker attached",
             worker=self.target,
@@ -139,6 +142,7 @@ class Engine:
             device=info.device,
             model=info.model.id,
             num_blocks=info.num_blocks,
+            num_held_rows=num_held_rows,
         )
         self.session = session
         self.loss = None

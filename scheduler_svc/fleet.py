@@ -33,6 +33,8 @@ from scheduler_svc.wire.router import finished_to_proto
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
 """Most that the steps in flight get to be answered, while every live request stands still."""
+_REUNION_S = 2.0
+"""How long requests of the scheduler before wait for every worker to be there: one has their KV."""
 _MAX_LOSSES = 3
 """After so many in a row a request is taken for what its workers are lost of."""
 
@@ -62,6 +64,8 @@ class Fleet:
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
+        self._awaited: set[Engine] = set()
+        """Those that have not been attached since the start, and are waited for."""
         self._is_draining = False
         self._has_failed = False
 
@@ -188,6 +192,8 @@ class Fleet:
             BrokenInvariantError: An engine has a bug.
         """
         self._engines = tuple(engines)
+        self._awaited = {*engines}
+        asyncio.get_running_loop().call_later(_REUNION_S, self._await_no_more)
         self._show_health()
         tasks = [asyncio.create_task(engine.run(), name=engine.target) for engine in engines]
         try:
@@ -233,10 +239,19 @@ class Fleet:
                 f"this scheduler serves {self._model.id!r} (vocab_size {self._model.vocab_size})"
             )
 
-    def attached(self, engine: Engine) -> None:  # noqa: ARG002
+    def attached(self, engine: Engine) -> None:
         """Place what was held."""
         self._attached.set()
+        self._awaited.discard(engine)
         self._show_health()
+        self._place_held()
+
+    def _await_no_more(self) -> None:
+        """Place what was held for workers that do not come."""
+        self._awaited.clear()
+        self._place_held()
+
+    def _place_held(self) -> None:
         for command in self._held.take_all():
             try:
                 self._place(command)
@@ -276,6 +291,13 @@ class Fleet:
             if can_refuse and self._held.num_seqs + n > self._max_waiting:
                 raise self._too_busy(self._held.num_seqs, n)
             self._held.add(command)
+            return
+        for session in sessions:
+            if session.holds(command.request):
+                session.post(command)
+                return
+        if self._awaited and command.request.outputs:
+            self._held.add(command)  # its KV may be at a worker that is not attached yet
             return
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:

@@ -33,6 +33,7 @@ from scheduler_svc.core_calls import (
     CoreOrigin,
     Defragment,
     Entry,
+    Inherit,
     Schedule,
     Submit,
     Update,
@@ -218,6 +219,11 @@ class _Recording:
                 self._cut_off(self.core.cancel(source, keys))
             case Defragment():  # moves blocks, and nobody's tokens
                 self.core.defragment()
+            case Inherit():
+                raise RecordingError(
+                    "it begins with what the worker held of the scheduler before: which, another "
+                    "policy decides"
+                )
             case _:
                 raise RecordingError(
                     "it has requests that moved between workers: which, another policy decides"

@@ -19,10 +19,11 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 import structlog
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.migration import Export, ExportId, Import, ImportId, MovedRequest
 from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.core_calls import (
     BeginExport,
     BeginImport,
@@ -34,6 +35,7 @@ from scheduler_svc.core_calls import (
     End,
     EndExport,
     EndImport,
+    Inherit,
     Schedule,
     Submit,
     Update,
@@ -54,7 +56,7 @@ _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 
-class RecordingScheduler(Replica):
+class RecordingScheduler(Successor):
     """A core whose calls are told to `record`, with what they gave or raised."""
 
     def __init__(
@@ -66,6 +68,10 @@ class RecordingScheduler(Replica):
     def submit(self, request: Request, now: float) -> None:
         """See `Scheduler`."""
         self._recorded(Submit(request, now), super().submit, request, now)
+
+    def inherit(self, holdings: Holdings, now: float) -> None:
+        """See `Successor`."""
+        self._recorded(Inherit(holdings, now), super().inherit, holdings, now)
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """See `Scheduler`."""
@@ -95,16 +101,16 @@ class RecordingScheduler(Replica):
         return self._recorded(call, super().begin_export, source, first_seq_key)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """See `Replica`."""
+        """See `Successor`."""
         call = EndExport(export_id, leaves)
         return self._recorded(call, super().end_export, export_id, leaves=leaves)
 
     def begin_import(self, moved: MovedRequest) -> Import:
-        """See `Replica`."""
+        """See `Successor`."""
         return self._recorded(BeginImport(moved), super().begin_import, moved)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
-        """See `Replica`."""
+        """See `Successor`."""
         indices = tuple(output_indices)
         self._recorded(EndImport(import_id, indices), super().end_import, import_id, indices)
 
@@ -157,11 +163,11 @@ class Recordings:
         self._thread.join()
 
     @contextlib.contextmanager
-    def open_core(self, info: WorkerInfo, config: SchedulerConfig) -> Iterator[Replica]:
+    def open_core(self, info: WorkerInfo, config: SchedulerConfig) -> Iterator[Successor]:
         """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
         recording = self._begin(info, config)
         if recording is None:
-            yield Replica(config)
+            yield Successor(config)
             return
         reason = "the worker is lost"
         try:

@@ -7,9 +7,9 @@ from typing import BinaryIO
 
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.plan import Finished, News, StepId, StepPlan
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.core_calls import (
     BeginExport,
     BeginImport,
@@ -22,6 +22,7 @@ from scheduler_svc.core_calls import (
     EndExport,
     EndImport,
     Entry,
+    Inherit,
     RecordedPlan,
     Schedule,
     Submit,
@@ -183,8 +184,12 @@ class _Replayer:
 
     def _call(self, call: Call) -> StepPlan | None:
         match call:
+            case Inherit(holdings, now):
+                self._core.inherit(holdings, now)
             case Submit(request, now):
                 self._core.submit(request, now)
+                if (news := self._core.take_adopted()) is not None:
+                    self._hear(news)
             case Cancel(source, seq_keys):
                 self._hear_finished(self._core.cancel(source, seq_keys))
             case CancelSource(source):
@@ -211,7 +216,7 @@ class _Replayer:
     def _count(self, entry: Entry, plan: RecordedPlan | None) -> None:
         result = self.result
         match entry.call:
-            case Submit(_, now) | Schedule(now):
+            case Inherit(_, now) | Submit(_, now) | Schedule(now):
                 result.first_now = now if result.first_now is None else result.first_now
                 result.last_now = now
         if isinstance(entry.call, Submit):
@@ -241,7 +246,7 @@ class _Replayer:
         self.result.finish_reasons.update(item.reason for item in finished)
 
 
-class _WatchedScheduler(Replica):
+class _WatchedScheduler(Successor):
     """A core that notes what the moment was like when it preempted."""
 
     def __init__(self, config: SchedulerConfig, preemptions: list[Preemption]) -> None:

@@ -14,6 +14,7 @@ from scheduler_svc.core_calls import (
     End,
     EndExport,
     EndImport,
+    Inherit,
     RecordedPlan,
     Schedule,
     Submit,
@@ -80,6 +81,8 @@ def _name_call(difference: Difference) -> str:
     match difference.call:
         case Submit(request, now):
             return f"submit of request {request.request_id!r} at {now:.6f} s"
+        case Inherit(holdings):
+            return f"inherit, with {len(holdings.rows)} sequences"
         case Cancel(source, seq_keys):
             return f"cancel of {_list(seq_keys)} of source {source}"
         case CancelSource(source):

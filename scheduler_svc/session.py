@@ -30,9 +30,9 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import read_space
 from scheduler_svc.core.plan import Finished, StepId
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -64,7 +64,7 @@ class Session:
     def __init__(
         self,
         link: WorkerLink,
-        core: Replica,
+        core: Successor,
         *,
         wake: asyncio.Event,
         streams: RouterStreams,
@@ -98,6 +98,8 @@ class Session:
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
         self._awaited_steps: list[tuple[StepId, asyncio.Future[None]]] = []
+        if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
+            asyncio.get_running_loop().call_later(core.config.claim_s, wake.set)
 
     # --- for others -----------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class Session:
         self._commands.append(command)
         self._wake.set()
 
-    def call(self, function: Callable[[Replica], _T]) -> _T:
+    def call(self, function: Callable[[Successor], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
 
         Raises:
@@ -190,6 +192,10 @@ class Session:
     def block_size(self) -> int:
         """Token slots of a block."""
         return self._core.config.block_size
+
+    def holds(self, request: Request) -> bool:
+        """Whether the worker has a sequence of a request from before, which nobody has claimed."""
+        return self._core.holds(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Say how many blocks of a prompt the prefix cache has."""
@@ -356,6 +362,15 @@ class Session:
         else:
             self._spans.submitted(request)
             self.note_losses(request, command.num_losses)
+            self._tell_adopted()
+
+    def _tell_adopted(self) -> None:
+        """Tell the routers of tokens that the worker had sampled for the scheduler before."""
+        if (news := self._core.take_adopted()) is not None:
+            self._streams.deliver(news_to_proto(0, news, ()))
+            for admitted in news.admitted:
+                self._spans.admitted(admitted)
+            self._after(news.finished)
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""

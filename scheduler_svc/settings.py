@@ -84,6 +84,9 @@ class SchedulerSettings(ProcessSettings):
     rebalance: bool = True
     """Whether a request that waits with its KV in host memory is moved to a worker with room for
     it. That needs host memory for KV at both."""
+    claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """How long what a worker held for the scheduler before is kept for routers to submit again, in
+    seconds; of what is not claimed by then the full blocks stay cached, and the rest is freed."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16

@@ -14,8 +14,10 @@ from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.packing import pack_int32
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
+from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.worker import (
     WorkerResult,
     plan_to_proto,
@@ -69,11 +71,14 @@ class WorkerLink:
         config: WorkerClientConfig,
         channel: grpc.aio.Channel,
         info: WorkerInfo,
+        holdings: Holdings,
         wake: asyncio.Event,
         step_id_base: int,
     ) -> None:
         """Open the Execute stream on `channel`, which the link then owns. See `attach`."""
         self.info = info
+        self.holdings = holdings
+        """What the worker held when it was attached."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
         self._config = config
@@ -232,10 +237,11 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
     channel = open_channel(config.target, config.max_message_mb, config.tls)
     try:
         info = await _claim(channel, config)
+        holdings = await _read_holdings(channel, config, info)
     except BaseException:
         await channel.close(None)
         raise
-    return WorkerLink(config, channel, info, wake, step_id_base)
+    return WorkerLink(config, channel, info, holdings, wake, step_id_base)
 
 
 async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> WorkerInfo:
@@ -252,6 +258,23 @@ async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> Worke
         raise _unavailable(error) from error
     except InvalidArgumentError as error:
         raise UnavailableError(f"it describes itself wrongly: {error}") from error
+
+
+async def _read_holdings(
+    channel: grpc.aio.Channel, config: WorkerClientConfig, info: WorkerInfo
+) -> Holdings:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+    call = stub.ReadHoldings(
+        worker_pb2.ReadHoldingsRequest(epoch=config.epoch), timeout=_ATTACH_TIMEOUT_S
+    )
+    try:
+        holdings = holdings_from_proto([part async for part in call])
+        check_holdings(holdings, info)
+    except grpc.aio.AioRpcError as error:
+        raise _unavailable(error) from error
+    except InvalidArgumentError as error:
+        raise UnavailableError(f"it says wrongly what it holds: {error}") from error
+    return holdings
 
 
 def _unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:

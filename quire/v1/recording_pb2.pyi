@@ -1,3 +1,4 @@
+from quire.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -23,13 +24,14 @@ class RecordingHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., quire_version: _Optional[str] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., started_at_s: _Optional[float] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class RecordingEntry(_message.Message):
-    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "end", "begin_export", "end_export", "begin_import", "end_import", "raised")
+    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "inherit", "end", "begin_export", "end_export", "begin_import", "end_import", "raised")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SOURCE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     DEFRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    INHERIT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     BEGIN_EXPORT_FIELD_NUMBER: _ClassVar[int]
     END_EXPORT_FIELD_NUMBER: _ClassVar[int]
@@ -42,13 +44,14 @@ class RecordingEntry(_message.Message):
     schedule: RecordedSchedule
     update: RecordedUpdate
     defragment: RecordedDefragment
+    inherit: RecordedInherit
     end: RecordingEnd
     begin_export: RecordedBeginExport
     end_export: RecordedEndExport
     begin_import: RecordedBeginImport
     end_import: RecordedEndImport
     raised: str
-    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., begin_export: _Optional[_Union[RecordedBeginExport, _Mapping]] = ..., end_export: _Optional[_Union[RecordedEndExport, _Mapping]] = ..., begin_import: _Optional[_Union[RecordedBeginImport, _Mapping]] = ..., end_import: _Optional[_Union[RecordedEndImport, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., inherit: _Optional[_Union[RecordedInherit, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., begin_export: _Optional[_Union[RecordedBeginExport, _Mapping]] = ..., end_export: _Optional[_Union[RecordedEndExport, _Mapping]] = ..., begin_import: _Optional[_Union[RecordedBeginImport, _Mapping]] = ..., end_import: _Optional[_Union[RecordedEndImport, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
 
 class RecordedSubmit(_message.Message):
     __slots__ = ("now", "source", "first_seq_key", "request_id", "prompt_token_ids", "n", "max_tokens", "sampling", "cache_salt", "traceparent", "outputs", "more_json")
@@ -85,6 +88,14 @@ class RecordedOutput(_message.Message):
     token_ids: bytes
     finished: bool
     def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ...) -> None: ...
+
+class RecordedInherit(_message.Message):
+    __slots__ = ("now", "holdings")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    now: float
+    holdings: _worker_pb2.ReadHoldingsResponse
+    def __init__(self, now: _Optional[float] = ..., holdings: _Optional[_Union[_worker_pb2.ReadHoldingsResponse, _Mapping]] = ...) -> None: ...
 
 class RecordedCancel(_message.Message):
     __slots__ = ("source", "seq_keys")

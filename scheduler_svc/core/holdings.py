@@ -46,6 +46,12 @@ class Holdings:
     host: HeldBlocks[HostBlockId] = HeldBlocks()
     disk: HeldBlocks[DiskBlockId] = HeldBlocks()
 
+    @property
+    def is_anything(self) -> bool:
+        """Whether there is any of it."""
+        tiers = (self.device, self.host, self.disk)
+        return bool(self.rows) or any(tier.block_ids for tier in tiers)
+
 
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes by which a later scheduler knows a sequence of `request` again.

@@ -27,6 +27,7 @@ from scheduler_svc.core_calls import (
     EndExport,
     EndImport,
     Entry,
+    Inherit,
     RecordedPlan,
     RecordedSequence,
     Schedule,
@@ -35,6 +36,7 @@ from scheduler_svc.core_calls import (
     tokens_crc,
 )
 from scheduler_svc.wire.frames import CutOff, RecordingError, read_frames
+from scheduler_svc.wire.holdings import holdings_from_proto, holdings_to_proto
 from scheduler_svc.wire.recorded_moves import move_from_proto, move_to_proto
 
 FORMAT_VERSION: Final = 1
@@ -86,6 +88,9 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
         case Submit(request, now):
             entry.submit.CopyFrom(_request_to_proto(request))
             entry.submit.now = now
+        case Inherit(holdings, now):
+            entry.inherit.now = now
+            entry.inherit.holdings.CopyFrom(holdings_to_proto(holdings))
         case Cancel(source, seq_keys):
             entry.cancel.source = source
             entry.cancel.seq_keys = pack_uint64(seq_keys)
@@ -212,6 +217,8 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             call = Update(_outcome_from_proto(message.update))
         case "submit":
             call = Submit(_request_from_proto(message.submit), message.submit.now)
+        case "inherit":
+            call = Inherit(holdings_from_proto([message.inherit.holdings]), message.inherit.now)
         case "cancel":
             seq_keys = unpack_uint64(message.cancel.seq_keys, "cancel.seq_keys").tolist()
             call = Cancel(SourceId(message.cancel.source), tuple(seq_keys))

@@ -90,7 +90,7 @@ def request_from_proto(
         prompt_token_ids=prompt_token_ids,
         n=message.n,
         max_tokens=max_tokens,
-        sampling=sampling.SerializeToString(),
+        sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
         min_tokens=message.sampling.min_tokens,

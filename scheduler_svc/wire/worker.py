@@ -130,6 +130,9 @@ def plan_to_proto(plan: StepPlan, epoch: int, step_id_base: int) -> worker_pb2.S
         chunk_lens=pack_int32(plan.chunk_lens),
         num_decodes=plan.num_decodes,
     )
+    if plan.labelled_block_ids.size:
+        batch.labelled_block_ids = pack_int32(plan.labelled_block_ids)
+        batch.labels = plan.labels.tobytes()
     if plan.renamed_src_block_ids.size:
         batch.renamed_src_block_ids = pack_int32(plan.renamed_src_block_ids)
         batch.renamed_dst_block_ids = pack_int32(plan.renamed_dst_block_ids)
@@ -151,6 +154,7 @@ def _new_sequence_to_proto(seq: NewSequence) -> worker_pb2.NewSequence:
         max_total_tokens=seq.max_total_tokens,
         traceparent=seq.traceparent,
         output_index=seq.output_index,
+        identity=seq.identity,
     )
 
 

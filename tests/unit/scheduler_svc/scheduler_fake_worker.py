@@ -63,6 +63,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             takes_kv=True,
         )
         self.epoch = 0
+        self.holdings = ()
         self.attach_error = None
         self.num_attaches = 0
         self.rows = {}
@@ -112,6 +113,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.epoch = request.epoch
         self.rows = {}
         return worker_pb2.AttachResponse(worker=self.info)
+
+    async def ReadHoldings(self, request, context):  # noqa: N802
+        assert request.epoch == self.epoch
+        for part in self.holdings:
+            await context.write(part)
 
     async def Execute(self, batches, context):  # noqa: N802
         queue = asyncio.Queue()

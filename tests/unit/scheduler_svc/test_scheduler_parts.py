@@ -337,6 +337,7 @@ def test_metrics_show_each_attached_workers_load():
         prefix_cache_hits=48,
         num_steps=7,
         num_recomputed_tokens=9,
+        num_adopted_tokens=0,
         num_host_blocks=40,
         num_free_host_blocks=30,
         num_cached_host_blocks=6,

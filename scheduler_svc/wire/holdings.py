@@ -1,0 +1,130 @@
+"""Between what a worker says it holds and the core's `Holdings`."""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import numpy as np
+
+from quire.v1 import worker_pb2
+from rpc.errors import InvalidArgumentError
+from rpc.packing import pack_int32, unpack_int32
+from scheduler_svc.core.block_hash import HASH_BYTES, BlockHash
+from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
+from scheduler_svc.domain import WorkerInfo
+
+
+def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Holdings:
+    """Put the parts together, in the order in which they came.
+
+    Raises:
+        InvalidArgumentError: An array is not whole, or not parallel to the one beside it.
+    """
+    parts = list(parts)
+    return Holdings(
+        rows=tuple(_row_from_proto(row) for part in parts for row in part.rows),
+        device=_blocks_from_proto([part.device for part in parts], "device", DeviceBlockId),
+        host=_blocks_from_proto([part.host for part in parts], "host", HostBlockId),
+        disk=_blocks_from_proto([part.disk for part in parts], "disk", DiskBlockId),
+    )
+
+
+def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
+    """Check that a worker can hold what it says.
+
+    Raises:
+        InvalidArgumentError: It says that it holds what it has no room for, or one thing twice.
+    """
+    _check_limit("rows", len(holdings.rows), info.max_num_seqs)
+    for row in holdings.rows:
+        _check_blocks("rows.block_ids", row.block_ids, info.num_blocks)
+        num_slots = len(row.block_ids) * info.block_size
+        num_tokens = len(row.token_ids)
+        _check_limit("rows.token_ids", num_tokens, info.model.max_model_len)
+        _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
+        _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
+        _check_tokens(row, info.model.vocab_size)
+    _check_blocks("device.block_ids", holdings.device.block_ids, info.num_blocks)
+    _check_blocks("host.block_ids", holdings.host.block_ids, info.num_host_blocks)
+    _check_blocks("disk.block_ids", holdings.disk.block_ids, info.num_disk_blocks)
+
+
+def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
+    """Make one part of it all, for a recording."""
+    return worker_pb2.ReadHoldingsResponse(
+        rows=[
+            worker_pb2.HeldRow(
+                identity=row.identity,
+                token_ids=pack_int32(row.token_ids),
+                num_computed_tokens=row.num_computed_tokens,
+                block_ids=pack_int32(row.block_ids),
+                has_stopped=row.has_stopped,
+                had_logprobs=row.had_logprobs,
+            )
+            for row in holdings.rows
+        ],
+        device=_blocks_to_proto(holdings.device),
+        host=_blocks_to_proto(holdings.host),
+        disk=_blocks_to_proto(holdings.disk),
+    )
+
+
+def _row_from_proto(message: worker_pb2.HeldRow) -> HeldRow:
+    block_ids = unpack_int32(message.block_ids, "rows.block_ids")
+    return HeldRow(
+        identity=message.identity,
+        token_ids=unpack_int32(message.token_ids, "rows.token_ids"),
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=tuple(map(DeviceBlockId, block_ids.tolist())),
+        has_stopped=message.has_stopped,
+        had_logprobs=message.had_logprobs,
+    )
+
+
+def _blocks_from_proto(
+    parts: list[worker_pb2.HeldBlocks], tier: str, block_id: Callable[[int], BlockIdT]
+) -> HeldBlocks[BlockIdT]:
+    blocks = [unpack_int32(part.block_ids, f"{tier}.block_ids").tolist() for part in parts]
+    for part, ids in zip(parts, blocks, strict=True):
+        if len(part.labels) != HASH_BYTES * len(ids):
+            raise InvalidArgumentError(
+                f"{tier}.labels",
+                f"has {len(part.labels)} bytes; it must have {HASH_BYTES} for each of "
+                f"{tier}.block_ids, {len(ids)}",
+            )
+    hashes = [
+        BlockHash(part.labels[start : start + HASH_BYTES])
+        for part in parts
+        for start in range(0, len(part.labels), HASH_BYTES)
+    ]
+    return HeldBlocks([block_id(block) for block in chain.from_iterable(blocks)], hashes)
+
+
+def _blocks_to_proto(blocks: HeldBlocks[BlockIdT]) -> worker_pb2.HeldBlocks:
+    return worker_pb2.HeldBlocks(
+        block_ids=pack_int32(blocks.block_ids), labels=b"".join(blocks.hashes)
+    )
+
+
+def _check_limit(field: str, value: int, most: int) -> None:
+    if value > most:
+        raise InvalidArgumentError(field, f"is or has {value}; the limit is {most}")
+
+
+def _check_blocks(field: str, block_ids: Iterable[int], num_blocks: int) -> None:
+    blocks = np.array(list(block_ids), np.int64)
+    if len(np.unique(blocks)) != len(blocks):
+        raise InvalidArgumentError(field, "has a block twice; each may occur once")
+    wrong = blocks[(blocks < 0) | (blocks >= num_blocks)]
+    if wrong.size:
+        raise InvalidArgumentError(
+            field, f"has {wrong[0]}; values must be in [0, {num_blocks - 1}]"
+        )
+
+
+def _check_tokens(row: HeldRow, vocab_size: int) -> None:
+    wrong = row.token_ids[(row.token_ids < 0) | (row.token_ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidArgumentError(
+            "rows.token_ids", f"has {wrong[0]}; values must be in [0, {vocab_size - 1}]"
+        )
