@@ -66,6 +66,12 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
         except grpc.RpcError as error:
             context.abort(error.code(), error.details())
 
+    def ReadHoldings(  # noqa: N802
+        self, request: worker_pb2.ReadHoldingsRequest, context: Any
+    ) -> Iterator[worker_pb2.ReadHoldingsResponse]:
+        del context
+        yield from self._worker.ReadHoldings(request, timeout=10)
+
     def Execute(  # noqa: N802
         self, batches: Iterator[worker_pb2.StepBatch], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepResult]:

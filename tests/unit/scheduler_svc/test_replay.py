@@ -24,6 +24,7 @@ from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
 from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.core_calls import End, RecordedPlan
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.recording import Recordings, RecordingScheduler
@@ -402,7 +403,7 @@ def test_recordings_share_their_limit(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     recordings = Recordings(tmp_path, 0, epoch=2)
     with recordings, recordings.open_core(INFO, CONFIG) as core:
-        assert type(core) is Replica
+        assert type(core) is Successor
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
@@ -415,15 +416,20 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     (tmp_path / "w_0-1-1.quirerec").write_text("precious")
     recordings = Recordings(tmp_path, 1 << 20, epoch=1)
     with recordings, recordings.open_core(INFO, CONFIG) as core:
-        assert type(core) is Replica
+        assert type(core) is Successor
     assert (tmp_path / "w_0-1-1.quirerec").read_text() == "precious"
 
 
 def test_every_call_that_changes_a_core_is_recorded():
-    calls = {name for name in vars(Scheduler) | vars(Replica) if not name.startswith("_")}
+    calls = {
+        name
+        for name in vars(Scheduler) | vars(Replica) | vars(Successor)
+        if not name.startswith("_")
+    }
     asking = {"num_steps_in_flight", "load", "drain", "check_deadline", "take_expired"}
     asking |= {"num_cached_blocks", "num_queued_tokens", "find_requests", "first_swapped"}
     asking |= {"owner", "take_reports", "beam_rows"}
+    asking |= {"unclaimed", "holds", "take_adopted", "held_device_blocks"}
     changing = calls - asking - {"last_answered", "held_host_blocks"}
     assert changing == {name for name in vars(RecordingScheduler) if not name.startswith("_")}
 
@@ -443,6 +449,7 @@ def test_all_of_a_plan_is_recorded():
         "num_prompt_tokens",
         "output_index",
         "max_total_tokens",
+        "identity",
     }
     assert kept == {f.name for f in fields(NewSequence)} - from_request | {
         "num_tokens",

@@ -21,8 +21,8 @@ from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.plan import Admitted, Finished, NewSequence, StepPlan
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
+from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.holding import HeldRequests
@@ -54,7 +54,7 @@ def make_session(spans):
     )
     return Session(
         FakeLink(),
-        Replica(config),
+        Successor(config),
         wake=asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
