@@ -121,6 +121,7 @@ def test_streams_survive_the_death_of_the_worker(
 def test_streams_survive_the_death_of_the_scheduler(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
+    """And none of their tokens is computed again, but for those of a search, which starts anew."""
     own.scheduler.kill()
     num_live = _num_live(readers)
     own.wait_until_not_ready()
@@ -130,6 +131,8 @@ def test_streams_survive_the_death_of_the_scheduler(
     _assert_as_unfailed(readers, unfailed)
     own.wait_until_ready()
     own.wait_until_idle()
+    assert own.metrics(own.scheduler)["quire_recomputed_tokens_total"] == 0
+    assert own.metrics(own.scheduler)["quire_adopted_tokens_total"] > 0
 
 
 def test_streams_survive_the_death_of_scheduler_and_worker(
