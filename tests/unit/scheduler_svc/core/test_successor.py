@@ -1,0 +1,371 @@
+"""What a scheduler core takes over from the one before, through a worker that remembers its KV."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.holdings import Holdings, identity
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.new_labels import NewLabels
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.sequence import SeqStatus
+from scheduler_svc.core.successor import Successor
+from tests.property.oracle import expected_output
+from tests.property.worker import FakeWorker
+
+CONFIG = SchedulerConfig(
+    num_blocks=32,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=64,
+    watermark=0.0,
+    claim_s=10.0,
+    preemption_mode=PreemptionMode.SWAP,
+)
+PROMPT = [0, 1, 0, 0, 1, 1, 0, 1, 0, 0]
+MAX_TOKENS = 30
+
+
+class Pair:
+    """A worker and its scheduler core, which may be replaced."""
+
+    def __init__(self, **changes):
+        self.config = replace(CONFIG, **changes)
+        self.worker = FakeWorker(self.config)
+        self.core = Successor(self.config)
+        self.heard: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.unheard = 0
+
+    def submit(self, request, now=0.0):
+        self.core.submit(request, now)
+        self._hear(self.core.take_adopted())
+        check(self.core)
+
+    def step(self, num_steps=1, *, is_heard=True, now=0.0):
+        for _ in range(num_steps):
+            if (plan := self.core.schedule(now)) is None:
+                return
+            outcome = self.worker.execute(plan)
+            if is_heard:
+                self._hear(self.core.update(outcome))
+            check(self.core)
+
+    def run(self, now=0.0):
+        while list(self.core._live) or self.core._running.must_send:
+            self.step(now=now)
+
+    def replace_core(self, now=0.0, **changes):
+        self.core = Successor(replace(self.config, **changes))
+        self.core.inherit(self.worker.hand_over(), now)
+        check(self.core)
+
+    def again(self, request):
+        """The request as its router submits it, with what it has heard."""
+        heard = [self.heard.get(request.first_seq_key + i, []) for i in range(request.n)]
+        outputs = tuple(OutputSoFar(np.array(ids, np.int32), finished=False) for ids in heard)
+        return replace(request, outputs=outputs)
+
+    def _hear(self, news):
+        if news is None:
+            return
+        for key, token in zip(news.seq_keys.tolist(), news.token_ids.tolist(), strict=True):
+            self.heard.setdefault(key, []).append(token)
+        self.reasons.update((end.seq_key, end.reason) for end in news.finished)
+
+
+def make_request(key=0, prompt=PROMPT, n=1, **fields):
+    fields = {"request_id": f"r{key}", "max_tokens": MAX_TOKENS, "sampling": b""} | fields
+    return Request(
+        SourceId(1), SeqKey(key), prompt_token_ids=np.array(prompt, np.int32), n=n, **fields
+    )
+
+
+def assert_all_heard(pair, request):
+    for index in range(request.n):
+        expected = expected_output("", index, request.prompt_token_ids.tolist(), MAX_TOKENS)
+        assert pair.heard[request.first_seq_key + index] == expected
+
+
+def long_request(key=0, n=1, *, num_prompt=16, least=10):
+    """One whose outputs do not end soon."""
+    num_more = num_prompt - len(PROMPT)
+    prompts = ([*PROMPT, *map(int, f"{tail:0{num_more}b}")] for tail in range(2**num_more))
+    return make_request(key, next(p for p in prompts if min(lengths(p, n)) >= least), n)
+
+
+def lengths(prompt, n=1):
+    return [len(expected_output("", index, prompt, MAX_TOKENS)) for index in range(n)]
+
+
+def num_outputs(request):
+    return sum(lengths(request.prompt_token_ids.tolist(), request.n))
+
+
+def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    assert pair.core.holds(pair.again(request))
+    pair.submit(pair.again(request))
+    assert not pair.core.unclaimed
+    pair.run()
+    assert_all_heard(pair, request)
+    num_left = num_outputs(request) - 6
+    assert pair.worker.num_computed_tokens - num_computed == num_left
+    assert pair.core.load().num_recomputed_tokens == 0
+
+
+def test_tokens_that_nobody_heard_of_are_told_and_not_drawn_again(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)  # no log-probabilities
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(4)
+    pair.step(2, is_heard=False)
+    num_computed = pair.worker.num_computed_tokens
+    assert len(pair.heard[0]) == 4
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert len(pair.heard[0]) == 6
+    pair.run()
+    assert_all_heard(pair, request)
+    assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
+
+
+def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 0)
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(4)
+    pair.step(2, is_heard=False)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert len(pair.heard[0]) == 4
+    pair.run()
+    assert_all_heard(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 2
+
+
+def test_a_sequence_that_stopped_unheard_ends(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
+    prompts = ([*PROMPT, *map(int, f"{tail:06b}")] for tail in range(64))
+    prompt = next(p for p in prompts if len(expected_output("", 0, p, MAX_TOKENS)) == 3)
+    pair, request = Pair(), make_request(prompt=prompt)
+    pair.submit(request)
+    pair.step(2)
+    pair.step(1, is_heard=False)
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    assert_all_heard(pair, request)
+    assert pair.reasons == {0: FinishReason.STOP}
+    load = pair.core.load()
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+
+
+def test_outputs_that_share_their_prompt_share_it_still():
+    pair, request = Pair(), long_request(n=3)
+    pair.submit(request)
+    pair.step(6)
+    num_free = pair.core.load().num_free_blocks + pair.core.load().num_cached_blocks
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    load = pair.core.load()
+    assert load.num_free_blocks + load.num_cached_blocks >= num_free - 3
+    pair.run()
+    assert_all_heard(pair, request)
+    num_had = sum(6 - (index > 0) for index in range(3))  # siblings start a step later
+    assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - num_had
+
+
+def test_outputs_of_which_nothing_was_heard_are_adopted_each():
+    pair, request = Pair(), long_request(n=2)
+    pair.submit(request)
+    pair.step(3, is_heard=False)
+    pair.step(1, is_heard=False)
+    pair.replace_core()
+    assert len(pair.core.unclaimed) == 2
+    pair.submit(request)
+    assert not pair.core.unclaimed
+    pair.run()
+    assert_all_heard(pair, request)
+
+
+def test_a_prompt_that_was_half_computed_goes_on_from_there():
+    pair = Pair(max_num_batched_tokens=8)
+    request = long_request()
+    pair.submit(request)
+    pair.step(1)
+    pair.replace_core()
+    pair.submit(request)
+    pair.run()
+    assert_all_heard(pair, request)
+    num_prompt = len(request.prompt_token_ids)
+    assert pair.worker.num_computed_tokens == num_prompt + num_outputs(request) - 1
+
+
+def test_the_prefix_cache_is_as_it_was():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.run()
+    pair.replace_core()
+    assert pair.core.load().num_cached_blocks > 0
+    pair.submit(make_request(1, [*request.prompt_token_ids.tolist(), 0, 1]))
+    pair.step(2)
+    assert pair.core.load().prefix_cache_hits == 16
+
+
+def test_without_a_prefix_cache_sequences_run_on_all_the_same():
+    pair, request = Pair(enable_prefix_caching=False), long_request()
+    pair.submit(request)
+    pair.step(6)
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    pair.submit(pair.again(request))
+    pair.run()
+    assert_all_heard(pair, request)
+    assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
+
+
+def swapped(pair):
+    return [seq for seq in pair.core._live if seq.status is SeqStatus.SWAPPED]
+
+
+def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail():
+    pair = Pair(num_blocks=14, num_host_blocks=16)
+    requests = [long_request(key, num_prompt=18 - key, least=25) for key in range(2)]
+    for request in requests:
+        pair.submit(request)
+    while not swapped(pair):
+        pair.step()
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens % CONFIG.block_size
+    before = seq.num_computed_tokens
+    pair.replace_core()
+    for request in requests:
+        pair.submit(pair.again(request))
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens == before
+    pair.run()
+    for request in requests:
+        expected = expected_output("", 0, request.prompt_token_ids.tolist(), MAX_TOKENS)
+        assert pair.heard[request.first_seq_key] == expected
+    assert pair.core.load().num_recomputed_tokens == 0
+
+
+def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    pair.replace_core(now=100.0)
+    load = pair.core.load()
+    assert load.num_free_blocks + load.num_cached_blocks < load.num_blocks
+    assert pair.core.schedule(109.0) is None
+    assert len(pair.core.unclaimed) == 1
+    assert pair.core.schedule(110.0) is None
+    check(pair.core)
+    load = pair.core.load()
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    assert load.num_cached_blocks > 0
+
+
+def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
+    pair, request = Pair(num_blocks=12), long_request()
+    pair.submit(request)
+    pair.step(6)
+    pair.replace_core()
+    other = make_request(1, [1] * 33, max_tokens=1)
+    pair.submit(other)
+    pair.step()
+    assert not pair.core.unclaimed
+    assert 1 in pair.heard
+
+
+def test_another_request_of_that_name_does_not_get_its_tokens():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    pair.replace_core()
+    others = (
+        replace(request, sampling=b"other"),
+        replace(request, cache_salt="other"),
+        replace(request, tenant="other"),
+        replace(request, request_id="other"),
+        replace(request, max_tokens=MAX_TOKENS + 1),
+        replace(request, prompt_token_ids=1 - request.prompt_token_ids),
+    )
+    assert pair.core.holds(request)
+    assert not any(map(pair.core.holds, others))
+    assert identity(request, 0) != identity(request, 1)
+
+
+def test_a_block_that_two_rows_claim_to_write_is_copied():
+    """A worker that lies, or a block that somebody found by its hash."""
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    held = pair.worker.hand_over()
+    (row,) = held.rows
+    lie = replace(row, identity=b"x" * 32)
+    pair.core = Successor(pair.config)
+    pair.core.inherit(Holdings((row, lie), held.device), 0.0)
+    pair.submit(pair.again(request))
+    plan = pair.core.schedule(0.0)
+    assert plan.copy_src_block_ids.tolist() == [row.block_ids[-1]]
+    check(pair.core)
+
+
+class TestRestore:
+    def test_what_became_known_last_is_evicted_first(self):
+        pool = BlockPool(4, DeviceBlockId)
+        pool.restore([[1]], [2, 1, 3], [b"a", b"b", b"c"])
+        assert (pool.num_blank, pool.num_cached, pool.ref_count(1)) == (1, 2, 1)
+        assert pool.find([b"a", b"b", b"c"]) == [2, 1, 3]
+        assert pool.allocate(3) == [0, 3, 2]
+
+    def test_of_two_blocks_with_one_content_the_older_is_kept(self):
+        pool = BlockPool(4, DeviceBlockId)
+        pool.restore([], [2, 1], [b"a", b"a"])
+        assert pool.find([b"a"]) == [2]
+        assert pool.num_blank == 3
+
+
+class TestNewLabels:
+    def test_what_a_step_computes_is_told_with_the_one_after_it(self):
+        labels = NewLabels()
+        labels.give(1, bytes(32))
+        labels.begin_step()
+        labels.give(2, bytes(31) + b"2")
+        assert labels.take()[0].tolist() == [1]
+        assert labels.take()[0].tolist() == []
+        labels.begin_step()
+        blocks, names = labels.take()
+        assert blocks.tolist() == [2]
+        assert names[0, 31] == ord("2")
+
+    def test_what_moves_in_the_step_is_named_where_it_will_be(self):
+        labels = NewLabels()
+        labels.give(1, bytes(32))
+        labels.begin_step()
+        labels.give(1, bytes(32))
+        labels.give(5, bytes(32))
+        labels.exchange(1, 5)
+        assert labels.take()[0].tolist() == [1], "before the step it was here"
+        labels.begin_step()
+        assert labels.take()[0].tolist() == [5, 1]
+
+    def test_what_is_not_to_be_trusted_is_not_named(self):
+        labels = NewLabels()
+        for block in (1, 2):
+            labels.give(block, bytes(32))
+        labels.begin_step()
+        labels.give(3, bytes(32))
+        labels.forget({1, 3})
+        assert labels.take()[0].tolist() == [2]
+        labels.begin_step()
+        assert labels.take()[0].tolist() == []
