@@ -143,7 +143,7 @@ class BlockPool(Generic[BlockIdT]):
         """Make a held, full block findable. If another block has this content, that one stays."""
         if self._hashes[block] is None:
             if self._labels is not None:
-                self._labels.give(block, block_hash)
+                self._labels.give((block, block_hash))
             if block_hash not in self._hash_to_block:
                 self._hashes[block] = block_hash
                 self._hash_to_block[block_hash] = block

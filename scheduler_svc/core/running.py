@@ -298,7 +298,7 @@ class RunningSet:
             chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
             extend_chain(chain, root, seq.token_ids, self._config.block_size)
             name = tail_hash(chain, root, seq.token_ids, num_computed, self._config.block_size)
-            self._labels.give(blocks[-1], name)
+            self._labels.give((blocks[-1], name))
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 
     def distrust(self, seq: Sequence) -> None:

@@ -48,7 +48,7 @@ class Steps:
         self.pool = pool
         self.damage = None
 
-    async def attach(self, attachment):
+    async def attach(self, attachment):  # noqa: ARG002
         return Holdings()
 
     async def read_host_blocks(self, block_ids):

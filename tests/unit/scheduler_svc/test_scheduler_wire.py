@@ -12,6 +12,7 @@ from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.plan import Admitted, Finished, News, NewSequence, Pinned, StepPlan
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.domain import ModelInfo
+from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto, holdings_to_proto
 from scheduler_svc.wire.router import (
     merge_step_outputs,
     news_to_proto,
@@ -377,3 +378,71 @@ def test_refusal_carries_code_and_hint():
 def test_large_keys_are_packed_whole():
     (output,) = news_to_proto(1, make_news([(1, 2**62, 1, 0)]), ()).values()
     assert output.seq_keys == pack_uint64([2**62])
+
+
+class TestHoldings:
+    INFO = worker_info_from_proto(
+        worker_pb2.WorkerInfo(
+            model=common_pb2.ModelInfo(max_model_len=16, vocab_size=100),
+            max_num_seqs=2,
+            max_num_batched_tokens=2,
+            num_blocks=8,
+            block_size=4,
+            num_host_blocks=4,
+        )
+    )
+    ROW = worker_pb2.HeldRow(
+        identity=b"i" * 32,
+        token_ids=pack_int32([5, 6, 7]),
+        num_computed_tokens=2,
+        block_ids=pack_int32([7]),
+        has_stopped=True,
+    )
+    NAMED = worker_pb2.HeldBlocks(block_ids=pack_int32([3, 1]), labels=b"a" * 32 + b"b" * 32)
+
+    def test_parts_make_a_whole_that_can_be_recorded(self):
+        other = worker_pb2.HeldBlocks(block_ids=pack_int32([0]), labels=b"c" * 32)
+        parts = [
+            worker_pb2.ReadHoldingsResponse(rows=[self.ROW], host=self.NAMED),
+            worker_pb2.ReadHoldingsResponse(rows=[self.ROW], host=other),
+        ]
+        holdings = holdings_from_proto(parts)
+        assert list(holdings.host.block_ids) == [3, 1, 0]
+        assert list(holdings.host.hashes) == [b"a" * 32, b"b" * 32, b"c" * 32]
+        assert len(holdings.rows) == 2
+        check_holdings(holdings, self.INFO)
+        assert holdings_to_proto(holdings_from_proto([holdings_to_proto(holdings)])) == (
+            holdings_to_proto(holdings)
+        )
+
+    @pytest.mark.parametrize(
+        ("field", "value", "problem"),
+        [
+            ("block_ids", pack_int32([8]), "rows.block_ids has 8"),
+            ("block_ids", pack_int32([1, 1]), "rows.block_ids has a block twice"),
+            ("block_ids", b"", "rows.num_computed_tokens is or has 2; the limit is 0"),
+            ("num_computed_tokens", 3, "rows.num_computed_tokens is or has 3; the limit is 2"),
+            ("token_ids", pack_int32([1, 100, 2]), "rows.token_ids has 100"),
+            ("token_ids", pack_int32([1] * 17), "rows.token_ids is or has 17; the limit is 16"),
+        ],
+    )
+    def test_a_row_that_cannot_be_is_refused(self, field, value, problem):
+        row = worker_pb2.HeldRow()
+        row.CopyFrom(self.ROW)
+        setattr(row, field, value)
+        holdings = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])])
+        with pytest.raises(InvalidArgumentError, match=problem):
+            check_holdings(holdings, self.INFO)
+
+    def test_labels_that_are_not_parallel_are_refused(self):
+        blocks = worker_pb2.HeldBlocks(block_ids=pack_int32([1]), labels=b"a" * 31)
+        with pytest.raises(InvalidArgumentError, match=r"disk\.labels has 31 bytes"):
+            holdings_from_proto([worker_pb2.ReadHoldingsResponse(disk=blocks)])
+
+    def test_more_rows_or_blocks_than_there_are_are_refused(self):
+        rows = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[self.ROW] * 3)])
+        with pytest.raises(InvalidArgumentError, match=r"rows is or has 3; the limit is 2"):
+            check_holdings(rows, self.INFO)
+        disk = holdings_from_proto([worker_pb2.ReadHoldingsResponse(disk=self.NAMED)])
+        with pytest.raises(InvalidArgumentError, match=r"disk\.block_ids has 3"):
+            check_holdings(disk, self.INFO)
