@@ -192,7 +192,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         del request, context
         info, steps = self._loaded()
         attachment = self._attachment or _Attachment(number=0, epoch=0)
-        state = WorkerState(attachment.epoch, attachment.done_step_id, steps.num_rows_used)
+        state = WorkerState(
+            epoch=attachment.epoch,
+            step_id=attachment.done_step_id,
+            num_rows_used=steps.num_rows_used,
+            has_scheduler=bool(self._executions),
+        )
         return worker_state_to_proto(info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name

@@ -181,6 +181,7 @@ def worker_state_to_proto(
         epoch=state.epoch,
         step_id=state.step_id,
         num_rows_used=state.num_rows_used,
+        has_scheduler=state.has_scheduler,
     )
 
 

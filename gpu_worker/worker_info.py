@@ -65,3 +65,5 @@ class WorkerState:
     step_id: int
     """The last step executed in it; 0 before any."""
     num_rows_used: int
+    has_scheduler: bool
+    """Whether one has a stream of steps open."""

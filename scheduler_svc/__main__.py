@@ -29,7 +29,6 @@ def main() -> None:
     except StaleEpochError as error:
         log.critical(
             "a newer scheduler has taken over; this one exits",
-            epoch=settings.epoch,
             reason=str(error),
         )
         raise SystemExit(EXIT_STALE_EPOCH) from None

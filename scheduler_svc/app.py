@@ -21,6 +21,7 @@ from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
 from scheduler_svc.recording import Recordings
+from scheduler_svc.reign import next_epoch, wait_for_vacancy
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
@@ -44,17 +45,21 @@ async def run_scheduler(
         StaleEpochError: A newer scheduler has taken over the workers.
         RecordingError: It cannot record as it is told to.
     """
+    if settings.standby:
+        await wait_for_vacancy(settings.workers, settings.standby_s)
+    epoch = settings.epoch or await next_epoch(settings.workers)
     with ExitStack() as stack:
         recordings = None
         if settings.record is not None:
             recordings = stack.enter_context(
-                Recordings(settings.record, settings.record_max_mb * _MIB, settings.epoch)
+                Recordings(settings.record, settings.record_max_mb * _MIB, epoch)
             )
-        await _run_scheduler(settings, recordings, registry, on_started, stop)
+        await _run_scheduler(settings, epoch, recordings, registry, on_started, stop)
 
 
 async def _run_scheduler(
     settings: SchedulerSettings,
+    epoch: int,
     recordings: Recordings | None,
     registry: CollectorRegistry,
     on_started: Callable[[Addresses], Awaitable[None]] | None,
@@ -82,7 +87,7 @@ async def _run_scheduler(
                 attach,
                 WorkerClientConfig(
                     target=target,
-                    epoch=settings.epoch,
+                    epoch=epoch,
                     scheduler_id=settings.scheduler_id,
                     step_timeout_s=settings.step_timeout_s,
                     max_message_mb=settings.max_message_mb,
@@ -101,7 +106,7 @@ async def _run_scheduler(
     registry.register(LoadCollector(fleet.loads))
     registry.register(SpaceCollector(fleet.spaces))
     health.add_liveness("steps", fleet.describe_stall)
-    servicer = SchedulerServicer(fleet, streams, migrator, settings.epoch)
+    servicer = SchedulerServicer(fleet, streams, migrator, epoch)
     tasks: list[asyncio.Task[None]] = []
 
     def run(work: Coroutine[Any, Any, None], name: str) -> None:

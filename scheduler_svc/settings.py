@@ -1,6 +1,5 @@
 """What the operator tells a scheduler."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -10,10 +9,6 @@ from pydantic_settings import NoDecode
 from rpc.settings import Port, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
 from scheduler_svc.core.policies.loading import make_policy
-
-
-def _wall_clock_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class SchedulerSettings(ProcessSettings):
@@ -30,9 +25,17 @@ class SchedulerSettings(ProcessSettings):
     """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Names this scheduler in the workers' logs."""
-    epoch: Annotated[int, Field(ge=1, lt=2**64)] = Field(default_factory=_wall_clock_ms)
+    epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's reign over its workers; only the newest is obeyed. Default: the wall clock
-    at the start, in milliseconds, so that a scheduler that starts later takes over."""
+    at the start, in milliseconds, or one more than the workers have seen, if that is more: so that
+    a scheduler that starts later takes over."""
+    standby: bool = False
+    """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
+    Of schedulers that all have this flag one serves, and any other takes its place when it dies;
+    one that is started again waits. Routers find it if it listens where the other did, or by a
+    gRPC target of several addresses, such as ipv4:10.0.0.1:50052,10.0.0.2:50052."""
+    standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """How long the workers must have been without a scheduler for that, in seconds."""
     max_waiting: Annotated[int, Field(ge=1)] = 1024
     """Most sequences that may wait at one worker; more are refused, with a hint when to retry."""
     enable_prefix_caching: bool = True

@@ -106,7 +106,11 @@ class Service:
 
     def start_scheduler(self, *more_flags: str) -> None:
         self._scheduler_flags = more_flags
-        self.scheduler.start([*self._flags["scheduler"], *more_flags])
+        self.scheduler.start(self.scheduler_flags(*more_flags))
+
+    def scheduler_flags(self, *more_flags: str) -> list[str]:
+        """What to start a scheduler of this service with."""
+        return [*self._flags["scheduler"], *more_flags]
 
     def start_router(self) -> None:
         self.router.start(self._flags["router"])

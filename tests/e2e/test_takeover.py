@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.v1 import common_pb2, inference_pb2
-from tests.e2e.child import eventually
+from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.service import Service
 
@@ -71,6 +71,24 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(cramped: Ser
     assert metrics["quire_recomputed_tokens_total"] == 0
     assert metrics["quire_adopted_tokens_total"] > 0
     assert metrics["quire_kv_swapped_in_blocks_total"] > 0
+
+
+def test_a_scheduler_that_stands_by_takes_over(cramped: Service, tmp_path: Path):
+    """Where the other listened, so that routers find it; the one started again waits in turn."""
+    unfailed = _read_all(cramped)
+    first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
+    second.start(cramped.scheduler_flags("--standby"))
+    try:
+        eventually(lambda: "standing by" in second.log or None, "it stands by", START_S)
+        results = _read_all(cramped, first.kill)
+        assert [result.outputs for result in results] == [each.outputs for each in unfailed]
+        cramped.scheduler = second
+        assert cramped.metrics(second)["quire_adopted_tokens_total"] > 0
+        first.start(cramped.scheduler_flags("--standby"))
+        eventually(lambda: "standing by" in first.log or None, "it stands by", START_S)
+        cramped.wait_until_idle()
+    finally:
+        first.kill()
 
 
 def test_the_prefix_cache_survives_the_death_of_the_scheduler(cramped: Service):

@@ -284,11 +284,6 @@ class TestSettings:
         assert caught.value.code == 2
         assert problem in capsys.readouterr().err
 
-    def test_later_start_has_the_higher_epoch(self, monkeypatch):
-        times = iter([1_000_000_000, 1_001_000_000])
-        monkeypatch.setattr("scheduler_svc.settings.time.time_ns", lambda: next(times))
-        assert SchedulerSettings().epoch < SchedulerSettings().epoch
-
 
 class TestQueueSpans:
     PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -1,0 +1,73 @@
+"""When a scheduler may begin, and under which epoch: what the workers say of the one before."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+import structlog
+
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.channel import open_channel
+
+_TIMEOUT_S = 1.0
+_LOOK_S = 0.2
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What a worker says of its scheduler."""
+
+    epoch: int
+    has_scheduler: bool
+
+
+async def next_epoch(targets: Sequence[str]) -> int:
+    """Return an epoch newer than any that the workers have seen, as far as they can be reached.
+
+    That is the wall clock in milliseconds, if nobody's clock was ahead of this one.
+    """
+    newest = max((sight.epoch for sight in await _look(targets)), default=0)
+    return max(time.time_ns() // 1_000_000, newest + 1)
+
+
+async def wait_for_vacancy(targets: Sequence[str], absence_s: float) -> None:
+    """Return when workers can be reached, and for `absence_s` none of them has had a scheduler.
+
+    Of several that wait, all may return: the workers then obey the newest epoch, and the others
+    find theirs stale.
+    """
+    log.info("standing by", workers=targets)
+    loop = asyncio.get_running_loop()
+    vacant_since_s: float | None = None
+    while True:
+        sights = await _look(targets)
+        if not sights or any(sight.has_scheduler for sight in sights):
+            vacant_since_s = None
+        elif vacant_since_s is None:
+            vacant_since_s = loop.time()
+        elif loop.time() - vacant_since_s >= absence_s:
+            log.warning("no worker has a scheduler: taking over", absent_for_s=absence_s)
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _look(targets: Sequence[str]) -> list[_Sight]:
+    """Ask all workers; those that do not answer are left out."""
+    sights = await asyncio.gather(*map(_ask, targets))
+    return [sight for sight in sights if sight is not None]
+
+
+async def _ask(target: str) -> _Sight | None:
+    async with open_channel(target) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            state = await stub.DescribeDevice(
+                worker_pb2.DescribeDeviceRequest(), timeout=_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return None
+        return _Sight(state.epoch, state.has_scheduler)
