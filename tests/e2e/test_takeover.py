@@ -54,9 +54,15 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
         return [result.result(timeout=90) for result in results]
 
 
-def test_nothing_is_computed_again_after_the_death_of_the_scheduler(cramped: Service):
-    unfailed = _read_all(cramped)
+@pytest.fixture(scope="module")
+def unfailed(cramped: Service) -> list[Result]:
+    """What the requests give when nothing dies."""
+    return _read_all(cramped)
 
+
+def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
+    cramped: Service, unfailed: list[Result]
+):
     def kill_when_some_are_swapped() -> None:
         eventually(lambda: cramped.load().num_requests_swapped or None, "some are swapped out")
         cramped.scheduler.kill()
@@ -73,9 +79,10 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(cramped: Ser
     assert metrics["quire_kv_swapped_in_blocks_total"] > 0
 
 
-def test_a_scheduler_that_stands_by_takes_over(cramped: Service, tmp_path: Path):
+def test_a_scheduler_that_stands_by_takes_over(
+    cramped: Service, unfailed: list[Result], tmp_path: Path
+):
     """Where the other listened, so that routers find it; the one started again waits in turn."""
-    unfailed = _read_all(cramped)
     first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     second.start(cramped.scheduler_flags("--standby"))
     try:

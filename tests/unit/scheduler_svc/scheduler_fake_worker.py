@@ -40,6 +40,7 @@ class Row:
     model_state: int
     stop_token_ids: frozenset
     with_logprobs: bool
+    identity: bytes
     started: bool = False  # computed all its known tokens
     stopped: bool = False
 
@@ -63,7 +64,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             takes_kv=True,
         )
         self.epoch = 0
-        self.holdings = ()
+        self.held_rows = ()  # when it was attached
+        self.num_computed_before = []  # of each sequence that was announced
         self.attach_error = None
         self.num_attaches = 0
         self.rows = {}
@@ -90,6 +92,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def die(self):
         await self._server.stop(None)
+        self.rows = {}
+
+    async def cut_connections(self):
+        await self._server.stop(None)
+        await self.start()
 
     def pause(self):
         self.running.clear()
@@ -111,13 +118,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if request.epoch < self.epoch:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer scheduler is here")
         self.epoch = request.epoch
-        self.rows = {}
+        self.held_rows, self.rows = tuple(self.rows.values()), {}
         return worker_pb2.AttachResponse(worker=self.info)
 
     async def ReadHoldings(self, request, context):  # noqa: N802
         assert request.epoch == self.epoch
-        for part in self.holdings:
-            await context.write(part)
+        rows = [
+            worker_pb2.HeldRow(
+                identity=row.identity,
+                token_ids=pack_int32(row.token_ids),
+                num_computed_tokens=min(row.num_computed, len(row.token_ids) - 1),
+                block_ids=pack_int32(row.blocks),
+                had_logprobs=row.with_logprobs,
+            )
+            for row in self.held_rows
+            if row.identity and not row.stopped
+        ]
+        await context.write(worker_pb2.ReadHoldingsResponse(rows=rows))
 
     async def Execute(self, batches, context):  # noqa: N802
         queue = asyncio.Queue()
@@ -221,7 +238,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             model_state=read_tokens(17 + new.output_index, token_ids),
             stop_token_ids=frozenset(new.sampling.stop_token_ids),
             with_logprobs=new.sampling.HasField("logprobs"),
+            identity=new.identity,
         )
+        self.num_computed_before.append(new.num_computed_tokens)
 
     def _sample(self, batch, sampling):
         for state in self.rows.values():

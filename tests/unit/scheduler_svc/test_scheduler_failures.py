@@ -8,7 +8,7 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, num_live, running_scheduler, wait_until_not_ready
 
-from quire.v1 import common_pb2
+from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import StaleEpochError
 from rpc.packing import pack_int32
 
@@ -36,6 +36,51 @@ async def test_sequences_go_on_when_their_worker_returns(folder, worker, connect
         assert router.tokens[100 + index] == expected_tokens([1, 2, 3, 4, 5, 6], 40, index)
     assert worker.num_attaches == 4
     assert worker.received == sorted(set(worker.received)), "step ids grow within an epoch"
+
+
+async def test_sequences_run_on_when_a_connection_is_cut(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        worker.pause()
+        router = await connect(scheduler.target)
+        for key in range(5):
+            await router.submit(key, [key + 1, 2, 3], max_tokens=30)
+        for num_answered in (6, 9):
+            await worker.run_until_answered(num_answered)
+            await worker.cut_connections()
+        worker.resume()
+        await router.read_until_finished(*range(5))
+        load = await router.wait_for_load(lambda load: load.num_requests_running == 0)
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    for key in range(5):
+        assert router.tokens[key] == expected_tokens([key + 1, 2, 3], 30)
+    *_, first, second = (worker.num_computed_before[index : index + 5] for index in (0, 5, 10))
+    assert min(first) > 0
+    assert min(second) > max(first)
+
+
+async def test_each_sequence_runs_on_at_the_worker_that_has_it(folder, worker, connect):
+    second = await FakeWorker(f"unix:{folder}/w1").start()
+    targets = [worker.target, second.target]
+    prompts = {key: [key + 1, 2, 3] for key in range(6)}
+    async with running_scheduler(folder, targets, placement="round-robin") as scheduler:
+        router = await connect(scheduler.target)
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        for key, prompt in prompts.items():
+            await router.submit(key, prompt, max_tokens=300)
+        await router.read_until(lambda: len(router.tokens) == 6)
+    before = dict(router.tokens)
+    assert min(map(len, before.values())) > 0
+    async with running_scheduler(folder, targets[::-1], placement="round-robin") as scheduler:
+        router = await connect(scheduler.target)
+        for key, prompt in prompts.items():
+            so_far = scheduler_pb2.OutputSoFar(token_ids=pack_int32(before[key]))
+            await router.submit(key, prompt, max_tokens=300, outputs=[so_far])
+        await router.read_until_finished(*prompts)
+    await second.die()
+    for each in (worker, second):
+        assert min(each.num_computed_before[3:]) > 0, "it was computed before, and here"
+    for key, prompt in prompts.items():
+        assert before[key] + router.tokens[key] == expected_tokens(prompt, 300)
 
 
 async def test_sequences_move_to_the_worker_that_is_left(folder, worker, connect):
