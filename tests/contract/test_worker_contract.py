@@ -204,6 +204,44 @@ async def run_alone(worker, epoch, num_steps=8, **changes):
     return tokens
 
 
+async def held(worker, epoch):
+    """All parts of what the worker holds, as one."""
+    whole = worker_pb2.ReadHoldingsResponse()
+    async for part in worker.ReadHoldings(worker_pb2.ReadHoldingsRequest(epoch=epoch)):
+        whole.MergeFrom(part)
+    return whole
+
+
+async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
+    """The KV stays in its blocks, under their labels; the tokens come out as they would have."""
+    expected = await run_alone(worker, 1, num_steps=6)
+    await attach(worker, 2)
+    call = worker.Execute()
+    first = first_batch(epoch=2, blocks=(0, 1, 2))
+    first.new_sequences[0].identity = b"i" * 32
+    await ask(call, first)
+    message = batch(2, 1, epoch=2, labelled_block_ids=[0, 5, 9])
+    message.labels = b"a" * 32 + b"b" * 32 + b"c" * 32
+    message = with_moves(message, copy=([5], [6]))
+    await ask(call, message)
+    await ask(call, batch(3, 1, epoch=2))
+    await attach(worker, 3)
+    whole = await held(worker, 3)
+    (row,) = whole.rows
+    tokens = unpack_int32(row.token_ids, "token_ids").tolist()
+    assert tokens == [*PROMPT, *expected[:3]]
+    assert row.num_computed_tokens == len(tokens) - 1
+    labels = whole.device.labels
+    blocks = unpack_int32(whole.device.block_ids, "block_ids").tolist()
+    named = {block: labels[32 * i] for i, block in enumerate(blocks)}
+    assert {b: named.get(b) for b in (5, 6, 9)} == {5: ord("b"), 6: ord("b"), 9: ord("c")}
+    call = worker.Execute()
+    again = sequence(tokens=tokens, blocks=(0, 1, 2), computed=len(tokens) - 1)
+    again.num_prompt_tokens = len(PROMPT)
+    result = await ask(call, batch(1, epoch=3, new=[again], chunk_rows=[0], chunk_lens=[1]))
+    assert sampled(result) == {0: expected[3]}
+
+
 async def test_attach_tells_the_worker(worker):
     info = (await attach(worker)).worker
     assert (info.worker_id, info.model.id, info.model.vocab_size) == ("w0", "fake", VOCAB_SIZE)
