@@ -46,8 +46,8 @@ async def run_scheduler(
         RecordingError: It cannot record as it is told to.
     """
     if settings.standby:
-        await wait_for_vacancy(settings.workers, settings.standby_s)
-    epoch = settings.epoch or await next_epoch(settings.workers)
+        await wait_for_vacancy(settings.workers, settings.standby_s, settings.client_tls)
+    epoch = settings.epoch or await next_epoch(settings.workers, settings.client_tls)
     with ExitStack() as stack:
         recordings = None
         if settings.record is not None:

@@ -10,6 +10,7 @@ import structlog
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
+from rpc.tls import ClientTls
 
 _TIMEOUT_S = 1.0
 _LOOK_S = 0.2
@@ -25,16 +26,18 @@ class _Sight:
     has_scheduler: bool
 
 
-async def next_epoch(targets: Sequence[str]) -> int:
+async def next_epoch(targets: Sequence[str], tls: ClientTls | None = None) -> int:
     """Return an epoch newer than any that the workers have seen, as far as they can be reached.
 
     That is the wall clock in milliseconds, if nobody's clock was ahead of this one.
     """
-    newest = max((sight.epoch for sight in await _look(targets)), default=0)
+    newest = max((sight.epoch for sight in await _look(targets, tls)), default=0)
     return max(time.time_ns() // 1_000_000, newest + 1)
 
 
-async def wait_for_vacancy(targets: Sequence[str], absence_s: float) -> None:
+async def wait_for_vacancy(
+    targets: Sequence[str], absence_s: float, tls: ClientTls | None = None
+) -> None:
     """Return when workers can be reached, and for `absence_s` none of them has had a scheduler.
 
     Of several that wait, all may return: the workers then obey the newest epoch, and the others
@@ -44,7 +47,7 @@ async def wait_for_vacancy(targets: Sequence[str], absence_s: float) -> None:
     loop = asyncio.get_running_loop()
     vacant_since_s: float | None = None
     while True:
-        sights = await _look(targets)
+        sights = await _look(targets, tls)
         if not sights or any(sight.has_scheduler for sight in sights):
             vacant_since_s = None
         elif vacant_since_s is None:
@@ -55,14 +58,14 @@ async def wait_for_vacancy(targets: Sequence[str], absence_s: float) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _look(targets: Sequence[str]) -> list[_Sight]:
+async def _look(targets: Sequence[str], tls: ClientTls | None) -> list[_Sight]:
     """Ask all workers; those that do not answer are left out."""
-    sights = await asyncio.gather(*map(_ask, targets))
+    sights = await asyncio.gather(*(_ask(target, tls) for target in targets))
     return [sight for sight in sights if sight is not None]
 
 
-async def _ask(target: str) -> _Sight | None:
-    async with open_channel(target) as channel:
+async def _ask(target: str, tls: ClientTls | None) -> _Sight | None:
+    async with open_channel(target, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             state = await stub.DescribeDevice(
