@@ -81,17 +81,34 @@ def paged_attention(
     Returns:
         `[T, H * D]` in `query`'s dtype.
     """
-    key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
-    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     ops.store_kv(
         key,
         value,
-        key_cache,
-        value_cache,
+        pool.key_cache(layer),
+        pool.value_cache(layer),
         metadata.slot_mapping,
-        key_scales=key_scales,
-        value_scales=value_scales,
+        key_scales=pool.key_scales(layer),
+        value_scales=pool.value_scales(layer),
     )
+    return attend(
+        query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention`, where this step's K and V are in `pool` already; `[T, H * D]`."""
+    key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
+    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     num_decodes, prefill = metadata.num_decodes, metadata.prefill
     parts = []
     if num_decodes:

@@ -19,6 +19,7 @@ from gpu_worker.sampling_params import NO_TOKEN, SamplingParams, SamplingTable
 from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.truncation import truncate
 from gpu_worker.upload import upload
+from kernels import ops
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
@@ -128,7 +129,8 @@ class Sampler:
         token_ids = _argmax(logits)
         drawn = np.nonzero(table.temperature[rows])[0]
         if len(drawn):
-            self._draw(logits, token_ids, drawn, rows[drawn], positions[drawn])
+            draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
+            draw_tokens(logits, token_ids, drawn, rows[drawn], positions[drawn])
         if slots is not None:
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
@@ -224,6 +226,31 @@ class Sampler:
         weights = scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         token_ids.index_copy_(0, index, draw(weights, uniform))
+
+    def _draw_by_kernel(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> None:
+        """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
+        table = self.table
+        index, *given = upload(
+            [
+                places,
+                np.maximum(table.temperature[rows], _MIN_TEMPERATURE),
+                table.top_k[rows],
+                table.top_p[rows],
+                table.min_p[rows],
+                table.seed[rows].view(np.int64),
+                positions,
+            ],
+            self._device,
+        )
+        drawn = logits if len(places) == len(logits) else logits.index_select(0, index)
+        token_ids.index_copy_(0, index, ops.sample(drawn, *given))
 
     def _logprobs(
         self,

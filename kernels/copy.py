@@ -1,6 +1,6 @@
-"""Copies whole KV blocks within a pool.
+"""Copies whole KV blocks: within a pool, and between it and a buffer of blocks in a row.
 
-Symbols: `B` blocks, `N` copies, `E` elements of a block.
+Symbols: `B` blocks, `N` copies, `K` pieces of a block, `E` elements of a piece.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -17,24 +17,28 @@ _COLUMNS: Final = 4096  # elements that one program copies
 
 
 @triton.jit
-def _copy_rows_kernel(
-    source,  # [?, E]
-    source_rows,  # int64[N]
-    target,  # [?, E]
-    target_rows,  # int64[N]
+def _copy_blocks_kernel(
+    source,  # [?, K, E]
+    source_ids,  # int64[N], or None: 0 to N - 1
+    target,  # [?, K, E]
+    target_ids,  # as source_ids
     source_stride,
+    source_stride_k,
     target_stride,
+    target_stride_k,
     E,
     COLUMNS: tl.constexpr,
 ):
-    """`target[target_rows[i], e] = source[source_rows[i], e]`; one program per i and COLUMNS."""
-    copy = tl.program_id(0)
-    source_row = tl.load(source_rows + copy).to(tl.int64)
-    target_row = tl.load(target_rows + copy).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`; a program per i, k and COLUMNS."""
+    copy = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1).to(tl.int64)
+    source_id = copy if source_ids is None else tl.load(source_ids + copy)
+    target_id = copy if target_ids is None else tl.load(target_ids + copy)
+    column = tl.program_id(2).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < E
-    row = tl.load(source + source_row * source_stride + column, mask=inside)
-    tl.store(target + target_row * target_stride + column, row, mask=inside)
+    source_piece = source + source_id * source_stride + piece * source_stride_k
+    target_piece = target + target_id * target_stride + piece * target_stride_k
+    tl.store(target_piece + column, tl.load(source_piece + column, mask=inside), mask=inside)
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -51,33 +55,77 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     num_copies = src.shape[0]
     check_tensor("src", src, (num_copies,), torch.int64, pool)
     check_tensor("dst", dst, (num_copies,), torch.int64, pool)
-    words = _as_words(pool)
-    block_words = words.shape[1]
-    buffer = words.new_empty((num_copies, block_words))
-    buffer_rows = torch.arange(num_copies, device=pool.device)
-    grid = (num_copies, triton.cdiv(block_words, _COLUMNS))
-    for source, source_rows, target, target_rows in (
-        (words, src, buffer, buffer_rows),
-        (buffer, buffer_rows, words, dst),
-    ):
-        _copy_rows_kernel[grid](
-            source,
-            source_rows,
-            target,
-            target_rows,
-            source.stride(0),
-            target.stride(0),
-            block_words,
-            COLUMNS=_COLUMNS,
-        )
+    staged = pool.new_empty((num_copies, pool.shape[1]))
+    _copy(pool, src, staged, None, num_copies)
+    _copy(staged, None, pool, dst, num_copies)
 
 
-def _as_words(pool: torch.Tensor) -> torch.Tensor:
-    """Return `pool` seen as the widest integers that its rows and their addresses are made of."""
+def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i: swaps out, in one piece.
+
+    `pool` is [B, E], or [B, K, E] if a block lies in K pieces of any stride, as in a pool that is
+    cut by layers; `staged` is [N, E] or [N, K, E], of any stride but the last; `block_ids`
+    int64[N]. One DMA of `staged` then takes the place of N * K small ones.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    _check_staged(pool, block_ids, staged)
+    _copy(pool, block_ids, staged, None, block_ids.shape[0])
+
+
+def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i: as `gather_blocks`.
+
+    Two equal `block_ids` are a caller's error and leave either content.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    _check_staged(pool, block_ids, staged)
+    _copy(staged, None, pool, block_ids, block_ids.shape[0])
+
+
+def _check_staged(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    if pool.dim() not in (2, 3):
+        raise ValueError(f"pool has {pool.dim()} dimensions, required are 2 or 3")
+    check_tensor("pool", pool, tuple(pool.shape), pool.dtype, pool)
+    check_tensor("block_ids", block_ids, (block_ids.shape[0],), torch.int64, pool)
+    check_tensor("staged", staged, (block_ids.shape[0], *pool.shape[1:]), pool.dtype, pool)
+
+
+def _copy(
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    num_copies: int,
+) -> None:
+    """Launch the kernel for `source` and `target` of two or three dimensions."""
+    if source.dim() == 2:  # noqa: PLR2004
+        source, target = source.unsqueeze(1), target.unsqueeze(1)
+    dtype = _widest_word(source, target)
+    source, target = source.view(dtype), target.view(dtype)
+    _, num_pieces, num_words = source.shape
+    _copy_blocks_kernel[(num_copies, num_pieces, triton.cdiv(num_words, _COLUMNS))](
+        source,
+        source_ids,
+        target,
+        target_ids,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        num_words,
+        COLUMNS=_COLUMNS,
+    )
+
+
+def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the widest integers that the rows of all and their addresses are made of."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(
-            size * pool.element_size() % dtype.itemsize == 0
-            for size in (pool.shape[1], pool.stride(0), pool.storage_offset())
+            size * tensor.element_size() % dtype.itemsize == 0
+            for tensor in tensors
+            for size in (tensor.shape[-1], *tensor.stride()[:-1], tensor.storage_offset())
         ):
-            return pool.view(dtype)
-    return pool.view(torch.uint8)
+            return dtype
+    return torch.uint8

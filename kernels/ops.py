@@ -38,9 +38,13 @@ def _by_device(twin: Callable[P, R]) -> Callable[P, R]:
 
 add_rms_norm: Final = _by_device(reference.add_rms_norm)
 copy_blocks: Final = _by_device(reference.copy_blocks)
+gather_blocks: Final = _by_device(reference.gather_blocks)
 paged_attention_decode: Final = _by_device(reference.paged_attention_decode)
 paged_attention_prefill: Final = _by_device(reference.paged_attention_prefill)
 rms_norm: Final = _by_device(reference.rms_norm)
 rotary: Final = _by_device(reference.rotary)
+rotary_store_kv: Final = _by_device(reference.rotary_store_kv)
+sample: Final = _by_device(reference.sample)
+scatter_blocks: Final = _by_device(reference.scatter_blocks)
 silu_mul: Final = _by_device(reference.silu_mul)
 store_kv: Final = _by_device(reference.store_kv)

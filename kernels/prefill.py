@@ -6,18 +6,14 @@ head, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import check_options, check_paged, check_tensor
 from kernels.quantized import as_bits
-from kernels.tile import LOG2_E, attend_tile, scale_strides, tile_positions
-
-# Of a tile: pairs of query token and head. Never chosen by the batch, so that it changes no result.
-_ROWS: Final = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}
+from kernels.tile import LOG2_E, attend_range, scale_strides
+from kernels.tuned import PrefillConfig, config_of, shape_of
 
 
 @triton.jit
@@ -75,14 +71,16 @@ def _attend_chunks_kernel(
     TOKENS: tl.constexpr,  # query tokens of a tile
     DIMS: tl.constexpr,  # power of two, at least D and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
+    NUM_STAGES: tl.constexpr,
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
     Those are the ones up to its own, or with a window the last so many of them.
     One program per kv head and tile of TOKENS query tokens of one sequence; its G heads for each
-    token are rows of the same product, so K and V are read once for all of them.
+    token are rows of the same product, so K and V are read once for all of them. The last tiles go
+    first: those of a chunk see the most, and the device should not end with them.
     """
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = _find_sequence(query_start_loc, tile, num_seqs, TOKENS)
     query_start = tl.load(query_start_loc + seq)
@@ -112,29 +110,29 @@ def _attend_chunks_kernel(
     else:  # a position that every row has seen, with a value of zero; its score to base 2
         row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
         row_sum = tl.full([ROWS], 1.0, tl.float32)
-    low = 0
-    if window is not None:  # the first row's window, from the border of a tile
-        low = tl.maximum(seq_len - query_len + first - window + 1, 0) // POSITIONS * POSITIONS
+    key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
+    value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
     key_head_scales = None if key_scales is None else key_scales + kv_head
     value_head_scales = None if value_scales is None else value_scales + kv_head
-    for start in range(low, end, POSITIONS):
-        position = start + tl.arange(0, POSITIONS)
-        visible = (position < end)[None, :] & (position[None, :] <= row_position[:, None])
-        if window is not None:
-            visible &= position[None, :] > row_position[:, None] - window
-        acc, row_max, row_sum = attend_tile(
+    block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
+    low = 0
+    if window is None:  # the tiles that all rows see
+        low = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
+        acc, row_max, row_sum = attend_range(
             q,
             acc,
             row_max,
             row_sum,
-            key_cache + kv_head.to(tl.int64) * key_stride_h,
-            value_cache + kv_head.to(tl.int64) * value_stride_h,
-            block_tables + tl.cast(seq, tl.int64) * table_stride,
-            position,
-            visible,
+            row_position,
+            key_head,
+            value_head,
+            block_table,
+            0,
+            low,
             end,
             scale_log2,
             softcap_log2,
+            window,
             key_stride_b,
             key_stride_p,
             value_stride_b,
@@ -148,7 +146,44 @@ def _attend_chunks_kernel(
             P,
             D,
             DIMS,
+            POSITIONS,
+            IS_MASKED=False,
+            NUM_STAGES=NUM_STAGES,
         )
+    else:  # the first row's window, from the border of a tile
+        low = tl.maximum(seq_len - query_len + first - window + 1, 0) // POSITIONS * POSITIONS
+    acc, row_max, row_sum = attend_range(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        row_position,
+        key_head,
+        value_head,
+        block_table,
+        low,
+        end,
+        end,
+        scale_log2,
+        softcap_log2,
+        window,
+        key_stride_b,
+        key_stride_p,
+        value_stride_b,
+        value_stride_p,
+        key_head_scales,
+        value_head_scales,
+        key_scale_stride_b,
+        key_scale_stride_p,
+        value_scale_stride_b,
+        value_scale_stride_p,
+        P,
+        D,
+        DIMS,
+        POSITIONS,
+        IS_MASKED=True,
+        NUM_STAGES=NUM_STAGES,
+    )
 
     out_row = out + (token * H + head) * D
     attended = (acc / row_sum[:, None]).to(out.dtype.element_ty)
@@ -196,7 +231,8 @@ def paged_attention_prefill(
         raise ValueError(f"max_query_len is {max_query_len}, required is at most {num_tokens}")
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    rows = max(_ROWS[query.dtype], triton.next_power_of_2(group))
+    config = config_of(PrefillConfig, query.device, shape_of(query, key_cache))
+    rows = max(config.rows, triton.next_power_of_2(group))
     tokens = rows // group
     dims = max(16, triton.next_power_of_2(head_dim))
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -228,6 +264,9 @@ def paged_attention_prefill(
         ROWS=rows,
         TOKENS=tokens,
         DIMS=dims,
-        POSITIONS=tile_positions(query, dims),
+        POSITIONS=config.positions,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return out

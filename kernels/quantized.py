@@ -12,11 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def scale_of(x, LARGEST: tl.constexpr):
-    """Return fp32 `max |x| / LARGEST` of a row x, rounded up to bfloat16, which it fits exactly."""
+def largest_of(x, axis: tl.constexpr):
+    """Return max |x| over an axis of fp32 `x`; infinity if one is NaN."""
     # A NaN would not take part in the maximum.
-    size = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=0)  # noqa: PLR0124
-    bits = tl.div_rn(size, LARGEST).to(tl.int32, bitcast=True)
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=axis)  # noqa: PLR0124
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr):
+    """Return fp32 `largest / LARGEST` of rows, rounded up to bfloat16, which it fits exactly."""
+    bits = tl.div_rn(largest, LARGEST + tl.zeros_like(largest)).to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
@@ -29,16 +34,25 @@ def quantize(x, scale, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def dequantize(numbers, scale):
-    """Return `numbers`, int8 or the bits of e4m3, times fp32 `scale`: fp32."""
+def plain_numbers(numbers, dtype: tl.constexpr):
+    """Return stored `numbers` as `dtype`, exactly: int8, the bits of e4m3, or `dtype` itself.
+
+    Those of e4m3 come out `unit_of` times less.
+    """
     if numbers.dtype == tl.uint8:
         # As fp16, with exponents of five bits whose bias is 15, not 7: 2^8 times less.
         bits = numbers.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        plain = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        plain = bits.to(tl.float16, bitcast=True).to(dtype)
     else:
-        plain = numbers.to(tl.float32)
-    return plain * scale
+        plain = numbers.to(dtype)
+    return plain
+
+
+@triton.jit
+def unit_of(numbers):
+    """Return what `plain_numbers` are to be multiplied by, before any scale."""
+    return 256.0 if numbers.dtype == tl.uint8 else 1.0
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
 import torch
 import triton
@@ -13,10 +13,40 @@ from kernels.checks import check_float, check_tensor
 
 
 @triton.jit
-def _rotate_heads(
+def load_rotated(
+    x,  # points to one token, [heads, D]
+    stride_h,
+    cos,  # fp32 [1, DIMS]
+    sin,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    HEADS: tl.constexpr,  # powers of two, at least NUM_HEADS and HALF
+    DIMS: tl.constexpr,
+):
+    """Return one token's heads rotated: both halves fp32 [HEADS, DIMS], and which are there."""
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    dim = tl.arange(0, DIMS)[None, :]
+    inside = (head < NUM_HEADS) & (dim < HALF)
+    x1 = tl.load(x + head * stride_h + dim, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + head * stride_h + HALF + dim, mask=inside, other=0.0).to(tl.float32)
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin, inside
+
+
+@triton.jit
+def load_cos_sin(row, dtype: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexpr):
+    """Return a row of the table, rounded to `dtype` as the twin does: fp32 [1, DIMS] each."""
+    dim = tl.arange(0, DIMS)
+    cos = tl.load(row + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(row + HALF + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def rotate_heads(
     x,
     out,
     stride_h,
+    out_stride_h,
     cos,
     sin,
     NUM_HEADS: tl.constexpr,
@@ -24,15 +54,13 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Rotate one token's heads: `x` and `out` point to them, `out` is contiguous."""
+    """Rotate one token's heads: `x` and `out` point to them."""
+    y1, y2, inside = load_rotated(x, stride_h, cos, sin, NUM_HEADS, HALF, HEADS, DIMS)
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     dim = tl.arange(0, DIMS)[None, :]
-    inside = (head < NUM_HEADS) & (dim < HALF)
-    x1 = tl.load(x + head * stride_h + dim, mask=inside).to(tl.float32)
-    x2 = tl.load(x + head * stride_h + HALF + dim, mask=inside).to(tl.float32)
-    dtype = out.dtype.element_ty
-    tl.store(out + head * 2 * HALF + dim, (x1 * cos - x2 * sin).to(dtype), mask=inside)
-    tl.store(out + head * 2 * HALF + HALF + dim, (x2 * cos + x1 * sin).to(dtype), mask=inside)
+    out_ptr = out + head * out_stride_h + dim
+    tl.store(out_ptr, y1.to(out.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + HALF, y2.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -61,16 +89,13 @@ def _rotary_kernel(
     rounded once, where the twin rounds each. One program per token.
     """
     token = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, DIMS)
-    inside = dim < HALF
-    dtype = query.dtype.element_ty
     row = cos_sin + tl.load(positions + token) * cos_sin_stride
-    cos = tl.load(row + dim, mask=inside).to(dtype).to(tl.float32)[None, :]
-    sin = tl.load(row + HALF + dim, mask=inside).to(dtype).to(tl.float32)[None, :]
-    _rotate_heads(
+    cos, sin = load_cos_sin(row, query.dtype.element_ty, HALF, DIMS)
+    rotate_heads(
         query + token * query_stride_t,
         query_out + token * H * 2 * HALF,
         query_stride_h,
+        2 * HALF,
         cos,
         sin,
         H,
@@ -78,10 +103,11 @@ def _rotary_kernel(
         QUERY_HEADS,
         DIMS,
     )
-    _rotate_heads(
+    rotate_heads(
         key + token * key_stride_t,
         key_out + token * HKV * 2 * HALF,
         key_stride_h,
+        2 * HALF,
         cos,
         sin,
         HKV,

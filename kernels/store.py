@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.checks import check_caches, check_float, check_tensor
 from kernels.kv_formats import LARGEST
-from kernels.quantized import as_bits, quantize, scale_of
+from kernels.quantized import as_bits, largest_of, quantize, scale_of
 from kernels.tile import scale_strides
 
 
@@ -94,7 +94,7 @@ def _store_quantized_kernel(
     offset = slot % P
     row = new + token * new_stride_t + head * new_stride_h
     x = tl.load(row + dim, mask=dim < D, other=0.0).to(tl.float32)
-    scale = scale_of(x, LARGEST)
+    scale = scale_of(largest_of(x, 0), LARGEST)
     scale_row = scales + block * scale_stride_b + offset * scale_stride_p
     tl.store(scale_row + head, scale.to(scales.dtype.element_ty))
     cache_row = cache + block * cache_stride_b + offset * cache_stride_p + head * cache_stride_h

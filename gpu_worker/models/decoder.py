@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
-from gpu_worker.attention import AttentionMetadata, paged_attention
+from gpu_worker.attention import AttentionMetadata, attend
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer
 from gpu_worker.models.linear import Linear
@@ -107,9 +107,18 @@ class Decoder:
         if layer.qk_norm is not None:
             query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
             key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
-        query, key = ops.rotary(query, key, self.cos_sin, positions)
-        scale = config.head_dim**-0.5
-        attended = paged_attention(
-            query, key, value, pool, index, metadata, scale, window=layer.window
+        query = ops.rotary_store_kv(
+            query,
+            key,
+            value,
+            self.cos_sin,
+            positions,
+            pool.key_cache(index),
+            pool.value_cache(index),
+            metadata.slot_mapping,
+            key_scales=pool.key_scales(index),
+            value_scales=pool.value_scales(index),
         )
+        scale = config.head_dim**-0.5
+        attended = attend(query, pool, index, metadata, scale, window=layer.window)
         return layer.attention_output(attended)

@@ -4,16 +4,21 @@ from kernels.cpu.activation import silu_mul
 from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
 from kernels.cpu.norm import add_rms_norm, rms_norm
 from kernels.cpu.rotary import rotary
+from kernels.cpu.rotary_store import rotary_store_kv
 from kernels.cpu.store import store_kv
-from kernels.reference import copy_blocks
+from kernels.reference import copy_blocks, gather_blocks, sample, scatter_blocks
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "gather_blocks",
     "paged_attention_decode",
     "paged_attention_prefill",
     "rms_norm",
     "rotary",
+    "rotary_store_kv",
+    "sample",
+    "scatter_blocks",
     "silu_mul",
     "store_kv",
 ]

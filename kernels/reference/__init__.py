@@ -4,20 +4,26 @@ Each twin has the signature of the Triton launcher of the same name in `kernels`
 """
 
 from kernels.reference.activation import silu_mul
-from kernels.reference.copy import copy_blocks
+from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.reference.decode import paged_attention_decode
 from kernels.reference.norm import add_rms_norm, rms_norm
 from kernels.reference.prefill import paged_attention_prefill
 from kernels.reference.rotary import rotary
+from kernels.reference.rotary_store import rotary_store_kv
+from kernels.reference.sample import sample
 from kernels.reference.store import store_kv
 
 __all__ = [
     "add_rms_norm",
     "copy_blocks",
+    "gather_blocks",
     "paged_attention_decode",
     "paged_attention_prefill",
     "rms_norm",
     "rotary",
+    "rotary_store_kv",
+    "sample",
+    "scatter_blocks",
     "silu_mul",
     "store_kv",
 ]

@@ -1,6 +1,6 @@
-"""Copies whole KV blocks within a pool, in plain torch.
+"""Copies whole KV blocks within a pool, and to and from a buffer, in plain torch.
 
-Symbols: `B` blocks, `N` copies.
+Symbols: `B` blocks, `N` copies, `K` pieces of a block, `E` elements of a piece.
 """
 
 import torch
@@ -13,3 +13,19 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     `dst` are int64[N]; two equal `dst` are a caller's error and leave either content.
     """
     pool.index_copy_(0, dst, pool.index_select(0, src))
+
+
+def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i.
+
+    `pool` is [B, E] or [B, K, E], `staged` [N, E] or [N, K, E], `block_ids` int64[N].
+    """
+    staged.copy_(pool.index_select(0, block_ids))
+
+
+def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i: as `gather_blocks`.
+
+    Two equal `block_ids` are a caller's error and leave either content.
+    """
+    pool.index_copy_(0, block_ids, staged)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels import reference
+from kernels import prefill, reference, tuned
 from kernels.prefill import paged_attention_prefill
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
@@ -134,6 +134,28 @@ def test_one_token_chunks_of_the_twin_are_decode_to_the_bit():
     starts = starts_of([1, 1], "cpu")
     as_chunks = reference.paged_attention_prefill(query, *paged.args, starts, 1, 0.25)
     assert torch.equal(as_chunks, reference.paged_attention_decode(query, *paged.args, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "rows"), [(80, 64, 128), (96, 128, 16), (256, 32, 32)]
+)
+def test_tiles_of_any_size_fit_any_blocks(head_dim, block_size, rows, monkeypatch, device):
+    config = tuned.PrefillConfig(rows, positions=32, num_warps=4, num_stages=1)
+    monkeypatch.setattr(prefill, "config_of", lambda *_: config)
+    paged = make_paged([40, 100, 3], 1, head_dim, block_size, torch.float16, device)
+    query = torch.randn(50, 3, head_dim, device=device).half()
+    args = query, *paged.args, starts_of([40, 7, 3], device), 40, head_dim**-0.5
+    assert_close(paged_attention_prefill(*args), reference.paged_attention_prefill(*args))
+
+
+def test_a_layer_major_pool_gives_the_same_bits(device):
+    paged = make_paged([90, 20], 2, 32, 16, torch.float32, device)
+    query = torch.randn(40, 6, 32, device=device)
+    pool = torch.zeros(3, 2, *paged.key_cache.shape, device=device)  # [layer, k|v, B, P, HKV, D]
+    pool[1, 0], pool[1, 1] = paged.key_cache, paged.value_cache
+    rest = *paged.args[2:], starts_of([20, 20], device), 20, 0.2
+    block_major = paged_attention_prefill(query, paged.key_cache, paged.value_cache, *rest)
+    assert torch.equal(paged_attention_prefill(query, pool[1, 0], pool[1, 1], *rest), block_major)
 
 
 def test_prefill_reaches_past_int32_offsets(device):

@@ -1,0 +1,69 @@
+"""Draws one token from each row of logits, in plain torch.
+
+Symbols: `S` sequences, `V` vocabulary.
+"""
+
+from typing import Final
+
+import torch
+
+_GAMMA: Final = 0x9E3779B97F4A7C15 - 2**64  # as int64, of the same bits
+_MIX: Final = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a token of each row of `logits` [S, V], fp32; int64[S].
+
+    Of `weights = exp((logits - max) / temperature)` top_k keeps the k likeliest, top_p then the
+    fewest likeliest that have p of what is left, min_p then those of at least so much of the
+    likeliest's. Of equally likely tokens the lower id stays. The token is the one at which the
+    running sum of weights, in token order, first exceeds a fraction of their sum: a number that
+    `seeds` and `positions` fix (`uniforms`). Sums are fp64; each row's alone.
+
+    `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
+    fp32[S] in [0, 1], `seeds` int64[S], the bits of an unsigned one, `positions` int64[S]. A row
+    without a finite maximum gives some id in range.
+    """
+    num_tokens = logits.shape[1]
+    lowest = torch.finfo(torch.float32).min
+    scaled = logits - logits.amax(1, keepdim=True).clamp(min=lowest)
+    scaled = scaled / temperature.unsqueeze(1)
+    weights = scaled.exp()
+    ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
+    sums = ordered.exp().cumsum(1, dtype=torch.float64)  # [S, V]
+    k, p = top_k.unsqueeze(1), top_p.unsqueeze(1)  # [S, 1]
+    reaching_p = 1 + (sums < p * sums.gather(1, k - 1)).sum(1, keepdim=True)
+    count = torch.where(p < 1, torch.minimum(reaching_p, k), k)
+    rank = torch.empty_like(ids)
+    rank.scatter_(1, ids, torch.arange(num_tokens, device=ids.device).expand_as(ids))
+    weights = weights.masked_fill((rank >= count) | (weights < min_p.unsqueeze(1)), 0.0)
+    running = weights.cumsum(1, dtype=torch.float64)
+    target = uniforms(seeds, positions).unsqueeze(1) * running[:, -1:]
+    token = torch.searchsorted(running, target, right=True)
+    # Rounding may bring the target to the sum itself: never past the last token of any weight.
+    return torch.minimum(token, running.argmax(1, keepdim=True)).squeeze(1)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return fp64[S] in [0, 1): of each seed's SplitMix64 generator the (position + 1)-th output.
+
+    Its upper 53 bits times 2^-53. Source: Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, OOPSLA 2014.
+    """
+    x = seeds + (positions + 1) * _GAMMA  # int64 wraps as unsigned numbers do
+    x = (x ^ _shifted(x, 30)) * _MIX[0]
+    x = (x ^ _shifted(x, 27)) * _MIX[1]
+    return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
+
+
+def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift right, zeros in: int64's own shift repeats the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
