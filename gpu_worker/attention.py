@@ -90,9 +90,7 @@ def paged_attention(
         key_scales=pool.key_scales(layer),
         value_scales=pool.value_scales(layer),
     )
-    return attend(
-        query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks
-    )
+    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def attend(

@@ -29,7 +29,10 @@ def _copy_blocks_kernel(
     E,
     COLUMNS: tl.constexpr,
 ):
-    """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`; a program per i, k and COLUMNS."""
+    """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`.
+
+    One program per i, k and COLUMNS.
+    """
     copy = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1).to(tl.int64)
     source_id = copy if source_ids is None else tl.load(source_ids + copy)

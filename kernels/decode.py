@@ -103,8 +103,8 @@ def _attend_splits_kernel(
         split = nth_split - tl.sum(tl.where(each < seq32, all_splits, 0), axis=0)
         seq = seq32.to(tl.int64)
         seq_len = tl.load(seq_lens + seq)
-        begin, size, num_splits = _splits_of(seq_len, window, POSITIONS, SPLIT, MAX_SPLITS)
-        start = begin + split * size
+        splits_begin, size, num_splits = _splits_of(seq_len, window, POSITIONS, SPLIT, MAX_SPLITS)
+        start = splits_begin + split * size
         end = tl.minimum(start + size, seq_len)
 
         head = (kv_head * G + row).to(tl.int64)
@@ -120,7 +120,10 @@ def _attend_splits_kernel(
         value_head_scales = None if value_scales is None else value_scales + kv_head
         block_table = block_tables + seq * table_stride
         low = start
-        if window is None:  # the tiles that are whole
+        begin = start
+        if window is not None:  # the first split's first tile may begin before the window
+            begin = tl.maximum(start, seq_len - window)
+        else:  # the tiles that are whole
             low = start + (end - start) // POSITIONS * POSITIONS
             acc, row_max, row_sum = attend_range(
                 q,
@@ -133,6 +136,7 @@ def _attend_splits_kernel(
                 block_table,
                 start,
                 low,
+                begin,
                 end,
                 scale_log2,
                 softcap_log2,
@@ -165,6 +169,7 @@ def _attend_splits_kernel(
             block_table,
             low,
             end,
+            begin,
             end,
             scale_log2,
             softcap_log2,
@@ -229,9 +234,7 @@ def _reduce_splits_kernel(
     head = tl.program_id(1)
     dim = tl.arange(0, DIMS)
     out_row = out + (seq * H + head) * D + dim
-    _, _, num_splits = _splits_of(
-        tl.load(seq_lens + seq), window, POSITIONS, SPLIT, MAX_SPLITS
-    )
+    _, _, num_splits = _splits_of(tl.load(seq_lens + seq), window, POSITIONS, SPLIT, MAX_SPLITS)
     if num_splits == 0:
         tl.store(out_row, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < D)
     if num_splits <= 1:
@@ -288,7 +291,8 @@ def paged_attention_decode(
     more score of each head, as it is.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
-    `kernels.kv_formats` says; K and V are what they then hold; the scales multiply scores and weights, in fp32.
+    `kernels.kv_formats` says; the scales multiply scores and weights in fp32, so that what is
+    stored is not rounded once more.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.

@@ -116,6 +116,7 @@ def _attend_chunks_kernel(
     value_head_scales = None if value_scales is None else value_scales + kv_head
     block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
     low = 0
+    begin = 0
     if window is None:  # the tiles that all rows see
         low = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
         acc, row_max, row_sum = attend_range(
@@ -129,6 +130,7 @@ def _attend_chunks_kernel(
             block_table,
             0,
             low,
+            begin,
             end,
             scale_log2,
             softcap_log2,
@@ -151,7 +153,8 @@ def _attend_chunks_kernel(
             NUM_STAGES=NUM_STAGES,
         )
     else:  # the first row's window, from the border of a tile
-        low = tl.maximum(seq_len - query_len + first - window + 1, 0) // POSITIONS * POSITIONS
+        begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
+        low = begin // POSITIONS * POSITIONS
     acc, row_max, row_sum = attend_range(
         q,
         acc,
@@ -163,6 +166,7 @@ def _attend_chunks_kernel(
         block_table,
         low,
         end,
+        begin,
         end,
         scale_log2,
         softcap_log2,

@@ -28,7 +28,8 @@ def attend_range(
     block_table,  # points to this sequence's row, int32[M]
     low,  # the range: a multiple of C
     high,
-    end,  # positions from here on are not read
+    begin,  # positions before this one, with a window, and from `end` on are not read
+    end,
     scale_log2,
     softcap_log2,  # in the unit of the scores, or None
     window,  # how many positions a row sees at most, or None
@@ -62,6 +63,8 @@ def attend_range(
     for start in tl.range(low, high, POSITIONS, num_stages=NUM_STAGES):
         position = start + tl.arange(0, POSITIONS)
         inside = position < end
+        if window is not None:
+            inside &= position >= begin
         if P % POSITIONS == 0:  # a tile lies in one block, of which it sees at least one slot
             block = tl.load(block_table + start // P).to(tl.int64)
             offset = (start % P + tl.arange(0, POSITIONS)).to(tl.int64)

@@ -12,9 +12,11 @@ sums, and a sequence's result depends on no other.
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -70,11 +72,23 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
-    """Return the configuration of a kernel for `shape` on `device`."""
+    """Return the configuration of a kernel for `shape` on `device`, or the forced one."""
+    if kind in _forced:
+        return cast(Config, _forced[kind])
     index = None
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-    return _config_of(kind, index, shape)
+    return cast(Config, _config_of(NAMES[kind], index, shape))
+
+
+@contextmanager
+def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
+    """Let every launch of its kernel take `config`: for measurements and tests, not for threads."""
+    _forced[type(config)] = config
+    try:
+        yield
+    finally:
+        del _forced[type(config)]
 
 
 def shape_of(query: torch.Tensor, key_cache: torch.Tensor) -> Shape:
@@ -134,9 +148,15 @@ NAMES: Final[dict[type[DecodeConfig] | type[PrefillConfig], str]] = {
 """What the files call them."""
 
 
+_forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | PrefillConfig]] = {}
+
+
 @functools.cache
-def _config_of(kind: type[Config], index: int | None, shape: Shape) -> Config:
-    return first_match(read_rules(kind, _device_path(index).read_text()), shape)
+def _config_of(name: str, index: int | None, shape: Shape) -> DecodeConfig | PrefillConfig:
+    text = _device_path(index).read_text()
+    if name == NAMES[DecodeConfig]:
+        return first_match(read_rules(DecodeConfig, text), shape)
+    return first_match(read_rules(PrefillConfig, text), shape)
 
 
 def _device_path(index: int | None) -> Path:

@@ -1,7 +1,10 @@
 """Compiles every launch of every launcher for a GPU that need not be there.
 
-A program, not a test: Triton must be imported without TRITON_INTERPRET. Prints one JSON object
-per launch: the kernel, the bytes of shared memory it takes, the bytes of its machine code.
+A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes the capability, the
+dtype, a model's shape (query heads, kv heads, head dim), the block size, and which attention:
+"plain", "options", "int8", "float8_e4m3fn". Launches are configured as for that capability. Prints
+one JSON object per launch: the kernel, the bytes of shared memory it takes, the bytes of its
+machine code.
 """
 
 import json
@@ -13,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kernels import triton_ops
+from kernels import triton_ops, tuned
 from tests.kernels.tensors import make_paged, make_quantized
 
 
@@ -34,7 +37,9 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
             if free and is_divisible_by_16(value):
                 attributes[param.num,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32))
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    target = GPUTarget("cuda", CAPABILITY, 32)
+    compiled = triton.compile(source, target=target, options=options)
     launch = {
         "kernel": kernel.fn.__name__,
         "shared_bytes": compiled.metadata.shared,
@@ -48,34 +53,53 @@ def is_divisible_by_16(value):
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
-def launch_all(dtype, num_heads, num_kv_heads, head_dim):
-    """Call every launcher once, with a model's shapes."""
+def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size):
+    """Store to a cache, and attend to it."""
+    query = torch.zeros(4, num_heads, head_dim, dtype=dtype)
+    key = torch.zeros(4, num_kv_heads, head_dim, dtype=dtype)
+    shape = [40, 9], num_kv_heads, head_dim, block_size
+    ids = torch.zeros(4, dtype=torch.int64)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    paged, options = make_paged(*shape, dtype, "cpu"), {}
+    if kind == "options":
+        options = {"window": 20, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
+    elif kind != "plain":
+        paged = make_quantized(*shape, getattr(torch, kind), "cpu")
+    caches = paged.key_cache, paged.value_cache
+    triton_ops.store_kv(key, key, *caches, ids, **paged.scales)
+    cos_sin = torch.zeros(8, head_dim)
+    triton_ops.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
+    options |= paged.scales
+    triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
+    triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
+
+
+def launch_others(dtype, num_heads, num_kv_heads, head_dim):
+    """Call every launcher without options once."""
     hidden = num_heads * head_dim
     query = torch.zeros(4, num_heads, head_dim, dtype=dtype)
     key = torch.zeros(4, num_kv_heads, head_dim, dtype=dtype)
     x, weight = torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    paged = make_paged([40, 9], num_kv_heads, head_dim, 16, dtype, "cpu")
     ids = torch.zeros(4, dtype=torch.int64)
-    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
-    triton_ops.store_kv(key, key, paged.key_cache, paged.value_cache, ids)
-    triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1)
-    triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1)
-    options = {"window": 20, "softcap": 50.0, "sinks": torch.zeros(num_heads)}
-    triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
-    triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
-    for stored in (torch.int8, torch.float8_e4m3fn):
-        small = make_quantized([40, 9], num_kv_heads, head_dim, 16, stored, "cpu")
-        triton_ops.store_kv(key, key, small.key_cache, small.value_cache, ids, **small.scales)
-        triton_ops.paged_attention_decode(query[:2], *small.args, 0.1, **small.scales)
-        triton_ops.paged_attention_prefill(query, *small.args, starts, 3, 0.1, **small.scales)
     triton_ops.copy_blocks(x, ids, ids)
     triton_ops.rms_norm(x, weight, 1e-5)
     triton_ops.rms_norm(query, weight[:head_dim], 1e-5)
     triton_ops.add_rms_norm(x, x, weight, 1e-5)
     triton_ops.rotary(query, key, torch.zeros(8, head_dim), ids)
     triton_ops.silu_mul(x)
+    numbers = torch.ones(4)
+    triton_ops.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
+
+
+def main():
+    dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
+    dtype = getattr(torch, dtype)
+    for kind in sys.argv[7:]:
+        launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
+    launch_others(dtype, num_heads, num_kv_heads, head_dim)
 
 
 CAPABILITY = int(sys.argv[1])
 JITFunction.run = compile_launch
-launch_all(getattr(torch, sys.argv[2]), *map(int, sys.argv[3:6]))
+tuned._device_path = lambda _: tuned.config_path("no such device", divmod(CAPABILITY, 10))
+main()

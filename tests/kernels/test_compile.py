@@ -7,28 +7,51 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024}  # of one block, by capability
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # of one block, by capability
 
 KERNELS = {
     "_store_kv_kernel",
-    "_store_quantized_kernel",
+    "_rotary_store_kernel",
     "_attend_splits_kernel",
     "_reduce_splits_kernel",
     "_attend_chunks_kernel",
-    "_copy_rows_kernel",
+    "_copy_blocks_kernel",
     "_rms_norm_kernel",
     "_add_rms_norm_kernel",
     "_rotary_kernel",
     "_silu_mul_kernel",
+    "_scale_kernel",
+    "_sample_kernel",
 }
+FP8 = "float8_e4m3fn"
 
 
-def compiled_launches(tmp_path, capability, dtype, num_heads, num_kv_heads, head_dim):
+def slow(*case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "case",  # capability, dtype, query heads, kv heads, head dim, block size, kinds of attention
+    [
+        (90, "bfloat16", 32, 8, 128, 16, "plain", FP8),
+        (80, "bfloat16", 32, 8, 128, 64, "plain"),
+        slow(80, "bfloat16", 32, 8, 128, 16, "options", "int8", FP8),
+        slow(90, "bfloat16", 32, 8, 128, 128, "options", "int8", FP8),
+        slow(90, "bfloat16", 12, 4, 80, 32, "plain", "int8"),
+        slow(80, "float16", 12, 4, 96, 16, "plain", "options"),
+        slow(90, "float32", 12, 4, 64, 16, "plain", "options", FP8),
+        slow(90, "bfloat16", 16, 8, 256, 64, "plain", FP8),
+        # The most shared memory, on the devices with the least.
+        slow(86, "float16", 12, 4, 256, 16, "plain", "options", "int8", FP8),
+        slow(86, "float32", 12, 4, 256, 16, "plain"),
+    ],
+    ids=str,
+)
+def test_every_kernel_compiles_to_machine_code(tmp_path, case):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)  # compile, do not remember
-    shape = map(str, (capability, dtype, num_heads, num_kv_heads, head_dim))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", *shape],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", *map(str, case)],
         env=env,
         cwd=ROOT,
         capture_output=True,
@@ -36,23 +59,12 @@ def compiled_launches(tmp_path, capability, dtype, num_heads, num_kv_heads, head
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "num_heads", "num_kv_heads", "head_dim"),
-    [
-        (90, "bfloat16", 32, 8, 128),
-        pytest.param(90, "float32", 12, 4, 64, marks=pytest.mark.slow),
-        # The most shared memory, on the devices with the least.
-        pytest.param(86, "float16", 12, 4, 256, marks=pytest.mark.slow),
-    ],
-)
-def test_every_kernel_compiles_to_machine_code(
-    tmp_path, capability, dtype, num_heads, num_kv_heads, head_dim
-):
-    launches = compiled_launches(tmp_path, capability, dtype, num_heads, num_kv_heads, head_dim)
-    assert {launch["kernel"] for launch in launches} == KERNELS
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {launch["kernel"] for launch in launches}
+    assert kernels - {"_store_quantized_kernel"} == KERNELS - (
+        set() if "plain" in case or "options" in case else {"_store_kv_kernel"}
+    )
+    assert ("_store_quantized_kernel" in kernels) == bool({"int8", FP8} & set(case))
     for launch in launches:
         assert launch["cubin_bytes"] > 0, launch
-        assert launch["shared_bytes"] <= SHARED_BYTES[capability], launch
+        assert launch["shared_bytes"] <= SHARED_BYTES[case[0]], launch

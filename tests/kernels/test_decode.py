@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import decode, reference, tuned
+from kernels import reference, tuned
 from kernels.decode import paged_attention_decode
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
@@ -62,46 +62,47 @@ def test_slots_before_the_window_are_not_read(attend, device):
     paged = make_paged([530], 2, 16, 8, torch.float32, device)
     query = torch.randn(1, 4, 16, device=device)
     before = attend(query, *paged.args, 0.25, window=300)
-    paged.block_tables[0, : (530 - 300) // 64 * 8] = 2**31 - 1  # whole tiles of 64
+    paged.block_tables[0, : (530 - 300) // 8] = 2**31 - 1
     assert torch.equal(attend(query, *paged.args, 0.25, window=300), before)
 
 
-def cut_as(monkeypatch, **changes):
+def cut_as(**changes):
     """Give decode attention another configuration."""
     shape = tuned.Shape(dtype="float32", stored="float32", dims=16, group=1)
     config = tuned.config_of(tuned.DecodeConfig, torch.device("cpu"), shape)
-    monkeypatch.setattr(decode, "config_of", lambda *_: replace(config, **changes))
+    return tuned.forced(replace(config, **changes))
 
 
-def test_splits_grow_when_a_sequence_outgrows_their_number(monkeypatch, device):
-    cut_as(monkeypatch, positions=16, split=16, max_pieces=4)
+def test_splits_grow_when_a_sequence_outgrows_their_number(device):
     seq_lens = [64, 65, 130, 15, 0]  # splits of 16, 32 and 48 tokens
     paged = make_paged(seq_lens, 1, 16, 8, torch.float32, device)
     args = torch.randn(5, 2, 16, device=device), *paged.args, 0.25
     for chosen in [{}, *options(2, device)]:
         expected = reference.paged_attention_decode(*args, **chosen)
-        assert_close(paged_attention_decode(*args, **chosen), expected)
+        with cut_as(positions=16, split=16, max_pieces=4):
+            assert_close(paged_attention_decode(*args, **chosen), expected)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 50])
-def test_any_number_of_programs_shares_the_work(programs, monkeypatch, device):
-    cut_as(monkeypatch, positions=16, split=32, programs_per_processor=programs)
+def test_any_number_of_programs_shares_the_work(programs, device):
     seq_lens = [0, 310, 1, 0, 0, 33, 32, 5, 0]  # one long among many short, and padding rows
     paged = make_paged(seq_lens, 2, 16, 8, torch.float32, device)
     args = torch.randn(9, 4, 16, device=device), *paged.args, 0.25
-    assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+    with cut_as(positions=16, split=32, programs_per_processor=programs):
+        out = paged_attention_decode(*args)
+    assert_close(out, reference.paged_attention_decode(*args))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [80, 96])
-def test_tiles_fit_into_blocks_or_reach_over_them(block_size, head_dim, monkeypatch, device):
-    cut_as(monkeypatch, positions=32, split=64)
+def test_tiles_fit_into_blocks_or_reach_over_them(block_size, head_dim, device):
     paged = make_paged([1, 130, 64], 1, head_dim, block_size, torch.float16, device)
     query = torch.randn(3, 4, head_dim, device=device).half()
     for chosen in [{}, {"window": 50}]:
         args = query, *paged.args, head_dim**-0.5
         expected = reference.paged_attention_decode(*args, **chosen)
-        assert_close(paged_attention_decode(*args, **chosen), expected)
+        with cut_as(positions=32, split=64):
+            assert_close(paged_attention_decode(*args, **chosen), expected)
 
 
 def test_a_layer_major_pool_gives_the_same_bits(device):

@@ -1,0 +1,205 @@
+"""Measures every kernel on the present GPU: bytes or operations per second, and share of the most.
+
+    python bench/gpu_kernels.py --out kernels.json
+
+The most is measured in the same run: bytes per second of a large read and of a large copy, the
+better one, and operations per second of a large matrix product. Each kernel is timed from a CUDA
+graph with a cold cache (`kernels/timing.py`). Attention stands beside torch's SDPA and, for some
+shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the others
+stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16 to 128.
+
+A kernel that fails is a row that says why; the others go on. `--cpu-smoke` runs every case with
+tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if "--cpu-smoke" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+import torch
+
+from kernels.timing import seconds_of
+
+if TYPE_CHECKING:
+    from kernel_cases import Case, Prepared
+
+_CEILING_BYTES = 1 << 31
+_GEMM_SIZE = 8192
+_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The most that the device was seen to do."""
+
+    bytes_per_s: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one case gave."""
+
+    kernel: str
+    shape: str
+    us: float | None = None
+    gb_s: float | None = None
+    tflops: float | None = None
+    share: float | None = None
+    """Of the time that the ceilings allow, so of bandwidth or of operations: whichever binds."""
+    bound: str | None = None
+    """"bytes" or "flops"."""
+    baselines_us: dict[str, float | str] | None = None
+    """Of each, or why it did not run."""
+    max_difference: float | None = None
+    """From SDPA's numbers."""
+    error: str | None = None
+
+
+def measure_ceilings(device: torch.device, num_bytes: int, gemm_size: int) -> Ceilings:
+    """Read and copy `num_bytes`, and multiply square matrices."""
+    data = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(data)
+    read_s = seconds_of(data.sum, device, _REPEATS)
+    copy_s = seconds_of(lambda: target.copy_(data), device, _REPEATS)
+    x = torch.randn(gemm_size, gemm_size, device=device).bfloat16()
+    gemm_s = seconds_of(lambda: x @ x, device, _REPEATS)
+    return Ceilings(num_bytes / min(read_s, copy_s / 2), 2 * gemm_size**3 / gemm_s)
+
+
+def measure(case: "Case", device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
+    """Time one case and its baselines; whatever fails is in the row."""
+    try:
+        torch.manual_seed(0)
+        prepared = case.prepare(device)
+        seconds = seconds_of(prepared.launch, device, repeats)
+    except Exception as error:  # noqa: BLE001  a kernel may fail in any way
+        return Row(case.kernel, case.shape, error=_reason(error))
+    least_bytes_s = prepared.num_bytes / ceilings.bytes_per_s
+    least_flops_s = prepared.flops / ceilings.flops
+    difference, baselines = _measure_baselines(prepared, device, repeats)
+    return Row(
+        case.kernel,
+        case.shape,
+        us=seconds * 1e6,
+        gb_s=prepared.num_bytes / seconds * 1e-9,
+        tflops=prepared.flops / seconds * 1e-12 if prepared.flops else None,
+        share=max(least_bytes_s, least_flops_s) / seconds,
+        bound="bytes" if least_bytes_s >= least_flops_s else "flops",
+        baselines_us=baselines,
+        max_difference=difference,
+    )
+
+
+def _measure_baselines(
+    prepared: "Prepared", device: torch.device, repeats: int
+) -> tuple[float | None, dict[str, float | str]]:
+    difference: float | None = None
+    baselines: dict[str, float | str] = {}
+    for name, prepare in prepared.baselines.items():
+        try:
+            launch = prepare()
+            if name == prepared.expected:
+                ours, theirs = prepared.launch(), launch()
+                difference = float((ours.float() - theirs.float()).abs().max())
+            baselines[name] = seconds_of(launch, device, repeats) * 1e6
+        except Exception as error:  # noqa: BLE001  as above
+            baselines[name] = _reason(error)
+    return difference, baselines
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def table_line(row: Row) -> str:
+    """Return a row as text."""
+    head = f"{row.kernel:<16} {row.shape:<44}"
+    if row.error is not None:
+        return f"{head} FAILED {row.error}"
+    others = "  ".join(
+        f"{name} {value:,.1f} us" if isinstance(value, float) else f"{name} FAILED {value[:60]}"
+        for name, value in (row.baselines_us or {}).items()
+    )
+    rate = f"{row.gb_s:>8,.0f} GB/s" if row.bound == "bytes" else f"{row.tflops:>6,.0f} TFLOP/s"
+    off = "" if row.max_difference is None else f"  differs by {row.max_difference:.4f}"
+    return f"{head} {row.us:>10,.1f} us {rate:>14} {row.share:>7.3f}  {others}{off}"
+
+
+def run(
+    cases: "list[Case]",
+    device: torch.device,
+    ceilings: Ceilings,
+    repeats: int,
+    say: Callable[[str], None],
+) -> list[Row]:
+    """Measure the cases one after the other, saying each row as it is known."""
+    rows = []
+    for case in cases:
+        rows.append(measure(case, device, ceilings, repeats))
+        say(table_line(rows[-1]))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
+    parser.add_argument("--only", default="", help="cases whose kernel or shape contains this")
+    given = parser.parse_args()
+    if not given.cpu_smoke and not torch.cuda.is_available():
+        parser.exit(2, "there is no GPU; --cpu-smoke runs without one\n")
+    from kernel_cases import TINY, WHOLE, all_cases  # noqa: PLC0415  imports Triton
+
+    device = torch.device("cpu" if given.cpu_smoke else "cuda")
+    started = time.perf_counter()
+    sizes = (1 << 16, 64) if given.cpu_smoke else (_CEILING_BYTES, _GEMM_SIZE)
+    ceilings = measure_ceilings(device, *sizes)
+    name = "cpu-smoke, nothing measured" if given.cpu_smoke else torch.cuda.get_device_name()
+    print(
+        f"{name}: {ceilings.bytes_per_s * 1e-9:,.0f} GB/s, {ceilings.flops * 1e-12:,.0f} TFLOP/s",
+        flush=True,
+    )
+    cases = [
+        case
+        for case in all_cases(TINY if given.cpu_smoke else WHOLE)
+        if given.only in f"{case.kernel} {case.shape}"
+    ]
+    rows = run(
+        cases, device, ceilings, 1 if given.cpu_smoke else _REPEATS, lambda x: print(x, flush=True)
+    )
+    failed = sum(row.error is not None for row in rows)
+    print(f"{len(rows)} rows, {failed} failed, {time.perf_counter() - started:.0f} s")
+    if given.out is not None:
+        result = {
+            "device": name,
+            "torch": torch.__version__,
+            "is_measured": not given.cpu_smoke,
+            "ceilings": asdict(ceilings),
+            "rows": [asdict(row) for row in rows],
+        }
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    # One failed kernel is a result, and JSON says it; on a CPU it is a bug in this script.
+    return 1 if given.cpu_smoke and failed else 0
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(_main())

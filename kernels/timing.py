@@ -1,0 +1,58 @@
+"""Times one launch on the device, as a step would run it: from a graph, with nothing in cache."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+_FLUSH_BYTES: Final = 1 << 29  # several times any device's L2; as long as the host needs to enqueue
+_WARM_UP: Final = 3
+
+
+def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median of `repeats` runs of `launch`, in seconds.
+
+    On a GPU it is replayed from a CUDA graph, so that the host's time is not counted, after a write
+    of half a GiB, so that its inputs come from memory. A launch that no graph can capture is run as
+    it is; what the host takes then counts if it takes longer than that write. Elsewhere it is the
+    wall time, without a warm-up.
+    """
+    if device.type != "cuda":
+        return statistics.median(_wall_s(launch) for _ in range(repeats))
+    run = _replay_of(launch)
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    pairs = []
+    for _ in range(repeats):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize(device)
+    return 1e-3 * float(statistics.median(start.elapsed_time(end) for start, end in pairs))
+
+
+def _replay_of(launch: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays `launch`, compiled and warm; `launch` itself if it cannot be captured."""
+    for _ in range(_WARM_UP):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            launch()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return launch
+    graph.replay()
+    return graph.replay
+
+
+def _wall_s(launch: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    launch()
+    return time.perf_counter() - started

@@ -1,0 +1,72 @@
+"""The script that measures kernels cannot fail for a silly reason on the day there is a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*flags):
+    return subprocess.run(
+        [sys.executable, "bench/gpu_kernels.py", "--cpu-smoke", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_case_runs_with_tiny_shapes(tmp_path):
+    out = tmp_path / "kernels.json"
+    done = run("--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert not result["is_measured"]
+    rows = result["rows"]
+    assert len(rows) >= 24
+    assert {row["error"] for row in rows} == {None}
+    compared = [row for row in rows if "sdpa" in row["baselines_us"]]
+    assert len(compared) >= 20
+    for row in rows:
+        assert all(isinstance(us, float) for us in row["baselines_us"].values()), row
+    for row in compared:
+        assert row["max_difference"] < 0.01, row
+    decodes = [row["shape"] for row in rows if row["kernel"] == "decode"]
+    for block_size in (16, 32, 64, 128):
+        named = [shape for shape in decodes if f"P{block_size}" in shape]
+        assert any("layer-major" in shape for shape in named)
+        assert any("layer-major" not in shape for shape in named)
+
+
+def test_a_kernel_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu_kernels = pytest.importorskip("gpu_kernels")
+    cases = pytest.importorskip("kernel_cases")
+    torch = gpu_kernels.torch
+
+    def fails(_):
+        raise RuntimeError("out of\nmemory")
+
+    def no_baseline():
+        raise ValueError("not here")
+
+    def fine(_):
+        return cases.Prepared(lambda: None, 1000, 10, {"sdpa": no_baseline})
+
+    said = []
+    rows = gpu_kernels.run(
+        [cases.Case("a", "1", fails), cases.Case("b", "2", fine)],
+        torch.device("cpu"),
+        gpu_kernels.Ceilings(1e9, 1e9),
+        1,
+        said.append,
+    )
+    assert rows[0].error == "RuntimeError: out of memory"
+    assert rows[1].error is None
+    assert rows[1].bound == "bytes"
+    assert rows[1].baselines_us == {"sdpa": "ValueError: not here"}
+    assert "FAILED" in said[0]
