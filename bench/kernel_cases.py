@@ -296,7 +296,7 @@ def _block_cases(size: Size) -> list[Case]:
     ):
 
         def blocks(device, num_pieces=num_pieces, piece_bytes=piece_bytes):  # noqa: ANN001, ANN202
-            count = min(256, size.max_tokens)
+            count, num_pieces = min(256, size.max_tokens // 4), min(num_pieces, size.max_width // 8)
             piece_bytes = min(piece_bytes, 16 * size.max_width)
             pool = torch.zeros(
                 num_pieces, 2 * count, piece_bytes, dtype=torch.uint8, device=device
