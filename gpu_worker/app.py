@@ -5,6 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from gpu_worker.parallel.leader import Leader
 from gpu_worker.server import WorkerService
 from gpu_worker.settings import WorkerSettings
 from rpc.health import Health
@@ -45,6 +46,7 @@ async def run_worker(
     step_loop: StepLoop | None = None
     watch: asyncio.Task[None] | None = None
     gave_up = threading.Event()
+    leader = Leader(settings) if settings.num_ranks > 1 else None
 
     def report(status: str, progress: float | None) -> None:
         if gave_up.is_set():
@@ -54,7 +56,7 @@ async def run_worker(
     async def start(addresses: Addresses) -> None:
         nonlocal step_loop, watch
         event_loop = asyncio.get_running_loop()
-        info, steps = await asyncio.to_thread(_load, settings, report, event_loop)
+        info, steps = await asyncio.to_thread(_load, settings, report, event_loop, leader)
         step_loop = steps
         watch = asyncio.create_task(steps.wait_failed(), name="failure of the steps")
         watch.add_done_callback(lambda _: stop.set())
@@ -79,6 +81,8 @@ async def run_worker(
             watch.cancel()
         if step_loop is not None:
             await step_loop.stop()
+        if leader is not None:
+            await asyncio.to_thread(leader.close)
     if step_loop is not None and step_loop.failure is not None:
         raise StepsFailedError(step_loop.failure)
 
@@ -87,8 +91,9 @@ def _load(
     settings: WorkerSettings,
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
+    leader: Leader | None,
 ) -> "tuple[WorkerInfo, StepLoop]":
     # Here and not above: torch takes seconds to import, and the ports should answer before.
     from gpu_worker.loading import load  # noqa: PLC0415
 
-    return load(settings, report, event_loop)
+    return load(settings, report, event_loop, leader)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ from gpu_worker.json_fields import JsonFields, ModelError, read_json
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    where: tuple[slice, ...] = ()
+    """Which part, by dimension from the first; of dimensions not named, all."""
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        cut = (len(range(n)[part]) for n, part in zip(self.shape, self.where, strict=False))
+        return (*cut, *self.shape[len(self.where) :])
 
 
 class Checkpoint:
@@ -30,16 +48,20 @@ class Checkpoint:
         """The names of all tensors."""
         return self._name_to_file.keys()
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor to `out`, converting dtype and device; ModelError if shapes differ."""
-        file = self._name_to_file[name]
-        shape = file.shape(name)
-        if shape != tuple(out.shape):
+    def read_into(self, piece: Piece, out: torch.Tensor) -> None:
+        """Copy a piece to `out`, converting dtype and device; nothing else of it is read.
+
+        Raises:
+            ModelError: the tensor has another shape.
+        """
+        file = self._name_to_file[piece.name]
+        shape = file.shape(piece.name)
+        if shape != piece.shape:
             raise ModelError(
-                f"{file.path}: {name} has shape {list(shape)}; "
-                f"config.json makes it {list(out.shape)}"
+                f"{file.path}: {piece.name} has shape {list(shape)}; "
+                f"config.json makes it {list(piece.shape)}"
             )
-        out.copy_(file.tensor(name))
+        out.copy_(file.tensor(piece))
 
 
 class _File:
@@ -57,9 +79,12 @@ class _File:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle.get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle.get_tensor(name)
-        return tensor
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        if not piece.where:
+            whole: torch.Tensor = self._handle.get_tensor(piece.name)
+            return whole
+        part: torch.Tensor = self._handle.get_slice(piece.name)[piece.where]
+        return part
 
 
 def _files(directory: Path) -> list[Path]:

@@ -11,8 +11,12 @@ from gpu_worker.model_config import ModelConfig, resolve_dtype
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that a flag names; "auto" is the first GPU, or the CPU if there is none.
+def pick_device(name: str, number: int = 0) -> torch.device:
+    """The device that a flag names; "auto" is a GPU, or the CPU if there is none.
+
+    Args:
+        name: as the setting has it.
+        number: of the GPU, where `name` leaves that open.
 
     Raises:
         ModelError: there is no such device.
@@ -21,9 +25,12 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
-        index, count = device.index or 0, torch.cuda.device_count()
+        index = number if device.index is None else device.index
+        count = torch.cuda.device_count()
         if index >= count:
-            raise ModelError(f"device is {name}; this machine has {count} GPUs that torch can use")
+            raise ModelError(
+                f"device is cuda:{index}; this machine has {count} GPUs that torch can use"
+            )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device
@@ -47,9 +54,12 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
     return dtype if dtype is torch.bfloat16 and is_fast else torch.float32
 
 
-def set_num_threads(num_threads: int | None) -> int:
-    """Let torch compute with so many threads, by default `num_physical_cores`; returns how many."""
-    count = num_threads or num_physical_cores()
+def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
+    """Let torch compute with so many threads, by default `num_physical_cores`.
+
+    Returns how many: one share of them, if `num_sharing` processes share them.
+    """
+    count = max(1, (num_threads or num_physical_cores()) // num_sharing)
     torch.set_num_threads(count)
     return count
 

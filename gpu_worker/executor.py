@@ -19,6 +19,8 @@ from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.rows import Rows, ScheduledRows
@@ -103,10 +105,12 @@ class Executor:
         host_pool: HostPool | None = None,
         disk_pool: DiskPool | None = None,
         structured: StructuredOutput | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Each of the last three may be None if no step needs it.
+        """Each of the last four may be None if no step needs it.
 
-        They are what swaps, what stores and loads, and what masks by grammars.
+        They are what swaps, what stores and loads, what masks by grammars, and the other devices of
+        the model, whose executors are called alike.
         """
         self._model = model
         self._pool = pool
@@ -118,9 +122,9 @@ class Executor:
         self.rows = Rows(limits)
         self.labels = BlockLabels(limits)
         self._structured = structured
-        self._sampler = Sampler(
-            limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured
-        )
+        self._ranks = ranks
+        sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
+        self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
 
     @property
@@ -285,7 +289,12 @@ class Executor:
             self._move_to_and_from_disk(step, self._host_pool, self._disk_pool)
         if len(step.swap_out_src_block_ids):
             self._host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
-        return self._host_pool.swap_in(step.swap_in_src_block_ids, step.swap_in_dst_block_ids)
+        dst = step.swap_in_dst_block_ids
+        failed = self._host_pool.swap_in(step.swap_in_src_block_ids, dst)
+        if self._ranks is None or not self._host_pool.has_checksums or not len(dst):
+            return failed
+        failed_anywhere: Int32Array = dst[self._ranks.any_has(np.isin(dst, failed))]
+        return failed_anywhere
 
     def _move_to_and_from_disk(
         self, step: StepInput, host_pool: HostPool, disk_pool: DiskPool

@@ -70,6 +70,11 @@ class HostPool:
         blocks: npt.NDArray[np.uint8] = self._host_blocks.numpy()
         return blocks
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a swap-in can fail."""
+        return self._checksums is not None
+
     def begin_step(self) -> None:
         """Let everything from here on see what the steps before have swapped in."""
         if self._streams is not None and self._is_loading:

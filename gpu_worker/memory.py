@@ -10,6 +10,7 @@ from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Limits, NewRow, StepInput
 
@@ -71,12 +72,14 @@ def free_gpu_kv_bytes(
     dtypes: KvDtypes,
     device: torch.device,
     utilization: float,
+    ranks: Ranks | None = None,
 ) -> int:
     """KV memory on a GPU: its share of the memory, less what the largest step takes beside it.
 
-    Runs that step. `limits.num_blocks` is not looked at.
+    Runs that step, with all `ranks` if the model is on several. `limits.num_blocks` is not looked
+    at.
     """
-    profiled = _run_largest_step(model, config, limits, dtypes, device)
+    profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     free, total = torch.cuda.mem_get_info(device)
     # What is neither free nor torch's is the driver's, the libraries' and other processes'.
     others = total - free - torch.cuda.memory_reserved(device)
@@ -89,13 +92,14 @@ def _run_largest_step(
     limits: Limits,
     dtypes: KvDtypes,
     device: torch.device,
+    ranks: Ranks | None,
 ) -> int:
     """Most bytes that torch holds while that step runs, weights included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_rows)
     pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     torch.cuda.reset_peak_memory_stats(device)
-    Executor(model, pool, limits, (), device).step(step)
+    Executor(model, pool, limits, (), device, ranks=ranks).step(step)
     peak = torch.cuda.max_memory_allocated(device)
     del pool
     torch.cuda.empty_cache()

@@ -12,10 +12,16 @@ from gpu_worker.executor import Decoder
 from gpu_worker.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.model_config import ModelConfig, read_architecture, refuse_quantized
 from gpu_worker.models.llama import build_llama
-from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
+from gpu_worker.models.llama_config import (
+    LLAMA_ARCHITECTURES,
+    read_llama_config,
+    split_llama_config,
+)
 from gpu_worker.models.neox import build_neox
-from gpu_worker.models.neox_config import read_neox_config
+from gpu_worker.models.neox_config import read_neox_config, split_neox_config
 from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.weights import Weights, load_weights
 
 _TRANSFORMERS: Final = "transformers"
@@ -28,8 +34,16 @@ class ModelSource(Protocol):
     def config(self) -> ModelConfig:
         """What is known of the model before its weights are read."""
 
+    @property
+    def local_config(self) -> ModelConfig:
+        """The same of the part that is loaded here, if the model is on several devices."""
+
     def load(
-        self, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
     ) -> Decoder:
         """Read the weights and build the model.
 
@@ -37,6 +51,7 @@ class ModelSource(Protocol):
             dtype: of weights and activations.
             device: where they go.
             progress: called with the fraction of weights read, growing up to 1.
+            ranks: the devices that share the model; None: it is on this one alone.
 
         Raises:
             ModelError: the checkpoint is missing, damaged, or not one of this model.
@@ -50,11 +65,16 @@ class _Family:
     read_config: Callable[[JsonFields], ModelConfig]
     build: Callable[[Any, Weights], Decoder]
     """Takes what `read_config` returned."""
+    split_config: Callable[[Any, Place], ModelConfig] | None = None
+    """Makes of that what one rank holds; None: the model cannot be shared out."""
 
 
+_LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
-    **dict.fromkeys(LLAMA_ARCHITECTURES, _Family(read_llama_config, build_llama)),
-    "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox),
+    **dict.fromkeys(
+        LLAMA_ARCHITECTURES, _Family(read_llama_config, build_llama, split_llama_config)
+    ),
+    "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
 }
 
 
@@ -67,14 +87,23 @@ class _CheckpointSource:
         fields: JsonFields,
         family: _Family,
         quantization: Quantization | None,
+        place: Place,
     ) -> None:
-        self.config = family.read_config(fields)
+        self.config = self.local_config = family.read_config(fields)
+        if family.split_config is not None:
+            self.local_config = family.split_config(self.config, place)
+        elif place.num_ranks > 1:
+            raise _not_shared(f"a model-class of yours, {self.config.architecture},", place)
         self._quantization = quantization
         self._directory = directory
         self._family = family
 
     def load(
-        self, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
     ) -> Decoder:
         if self._quantization is not None and device.type != "cpu":
             raise ModelError(
@@ -89,11 +118,15 @@ class _CheckpointSource:
             device,
             progress,
             self._quantization,
+            ranks,
         )
 
 
 def open_model(
-    directory: Path, model_class: str = "", quantization: Quantization | None = None
+    directory: Path,
+    model_class: str = "",
+    quantization: Quantization | None = None,
+    place: Place = Place(),  # noqa: B008 - it never changes
 ) -> ModelSource:
     """Find what runs the model of a directory, and read its config.
 
@@ -101,6 +134,7 @@ def open_model(
         directory: a Hugging Face directory.
         model_class: as the setting of that name.
         quantization: how the weights are to be kept; None: as the dtype says.
+        place: which part of the model is to be loaded.
 
     Raises:
         ModelError: a file or field is missing, malformed, or asks for what is not supported, or
@@ -108,16 +142,20 @@ def open_model(
     """
     fields = read_json(directory / "config.json")
     if model_class and model_class != _TRANSFORMERS:
-        return _CheckpointSource(directory, fields, _import_family(model_class), quantization)
+        return _CheckpointSource(
+            directory, fields, _import_family(model_class), quantization, place
+        )
     refuse_quantized(fields)
     architecture = read_architecture(fields)
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
-        return _CheckpointSource(directory, fields, _NATIVE[architecture], quantization)
+        return _CheckpointSource(directory, fields, _NATIVE[architecture], quantization, place)
     if quantization is not None:
         raise ModelError(
             f"quantization is {quantization.value}; {architecture} is run by transformers' model,"
             f" and it is supported for {', '.join(_NATIVE)}"
         )
+    if place.num_ranks > 1:
+        raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
     try:
         # Here, not above: it is not needed by every worker, and takes seconds.
         from gpu_worker.models.transformers_source import TransformersSource  # noqa: PLC0415
@@ -130,6 +168,16 @@ def open_model(
             f" {', '.join(_NATIVE)}; with it (pip install 'quire[transformers]') most decoders",
         ) from error
     return TransformersSource(directory, fields)
+
+
+def _not_shared(what: str, place: Place) -> ModelError:
+    flag, size = "tensor-parallel-size", place.tensor_size
+    if size == 1:
+        flag, size = "pipeline-parallel-size", place.pipeline_size
+    return ModelError(
+        f"{flag} is {size}; {what} runs on one device alone, and several are supported for"
+        f" {', '.join(_NATIVE)}"
+    )
 
 
 def _import_family(path: str) -> _Family:

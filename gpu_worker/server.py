@@ -31,6 +31,7 @@ from rpc.errors import (
     QuireError,
     StaleEpochError,
     UnavailableError,
+    UnimplementedError,
 )
 from rpc.grpc_server import Service
 from rpc.tls import ClientTls
@@ -205,6 +206,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Stream the contents of host blocks."""
         info, steps = self._loaded()
+        _require_whole_blocks(info)
         # First: the asking worker knows this one by an address, which may mean another worker there
         # than at the scheduler. Epoch and format are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
@@ -228,6 +230,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Fetch contents of another worker's host blocks."""
         del context
         info, steps = self._loaded()
+        _require_whole_blocks(info)
         attachment = self._attachment_of(request.epoch)
         sources, block_ids = host_blocks_to_pull(request, info.limits)
         await pull_kv(
@@ -303,6 +306,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._info is None or self._steps is None:
             raise UnavailableError("the model is still being loaded")
         return self._info, self._steps
+
+
+def _require_whole_blocks(info: WorkerInfo) -> None:
+    if not info.takes_kv:
+        raise UnimplementedError(
+            f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
+        )
 
 
 def _superseded(attachment: _Attachment | None, newest: int) -> QuireError:

@@ -80,7 +80,35 @@ class WorkerSettings(ProcessSettings):
     """Whether each block that comes back from host memory is checked; if it has changed, its tokens
     are computed again."""
     num_threads: PositiveInt | None = None
-    """Threads that compute on a CPU; unset: one for each physical core this process may use."""
+    """Threads that compute on a CPU, shared by the ranks on this machine; unset: one for each
+    physical core this process may use."""
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share out each layer of the model; as one worker, they have its weights and KV
+    together. It must divide the model's heads (docs/parallelism.md)."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages, each with a part of the layers on tensor-parallel-size devices of its own; they work
+    one after another."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """If the devices are on several machines: the first rank that runs here. Rank 0 is the one that
+    the scheduler talks to; the others serve no port."""
+    local_ranks: PositiveInt | None = None
+    """How many ranks run here, from --rank on, each a process with a device of its own; unset: all
+    the others."""
+    master_addr: str = "127.0.0.1"
+    """Where rank 0 is, and listens for the others: on several machines, an address of its machine
+    that they reach. Nobody else should reach it: what connects is trusted."""
+    master_port: Port = 0
+    """Its port, needed on several machines; 0 picks a free one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Those of them on this machine."""
+        return self.local_ranks or self.num_ranks - self.rank
 
     @property
     def model_id(self) -> str:
@@ -160,6 +188,42 @@ class WorkerSettings(ProcessSettings):
                     f"{name}_kv_codec is {codec}; it must not be less precise once more where"
                     f" kv_cache_dtype is {self.kv_cache_dtype}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_are_of_the_group(self) -> Self:
+        num_ranks, end = self.num_ranks, self.rank + self.num_local_ranks
+        if self.rank >= num_ranks:
+            raise ValueError(
+                f"rank is {self.rank}; of tensor_parallel_size {self.tensor_parallel_size} and"
+                f" pipeline_parallel_size {self.pipeline_parallel_size} the last one is"
+                f" {num_ranks - 1}"
+            )
+        if end > num_ranks:
+            raise ValueError(
+                f"local_ranks is {self.local_ranks}; from rank {self.rank} on there are"
+                f" {num_ranks - self.rank}"
+            )
+        if self.num_local_ranks < num_ranks and not self.master_port:
+            raise ValueError(
+                "master_port is 0; it must be set where not all ranks run on this machine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_share_nothing_else(self) -> Self:
+        if self.num_ranks == 1:
+            return self
+        if self.disk_kv_memory_gb:
+            raise ValueError(
+                f"disk_kv_memory_gb is {self.disk_kv_memory_gb}; it must be 0 with"
+                " tensor_parallel_size or pipeline_parallel_size"
+            )
+        if ":" in self.device and self.num_local_ranks > 1:
+            raise ValueError(
+                f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
+                " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+            )
         return self
 
     @model_validator(mode="after")

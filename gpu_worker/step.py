@@ -4,6 +4,7 @@ Arrays are one-dimensional int32 unless they say otherwise. A *row* is the place
 in the worker, in [0, max_num_seqs).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -118,6 +119,8 @@ class StepInput:
     """Device blocks whose content, as it is before this step, gets a name."""
     labels: npt.NDArray[np.uint8] = field(default_factory=_no_labels)
     """uint8[N, 32], parallel to it."""
+    serialize: Callable[[], bytes] | None = None
+    """Gives the message that it came in, for other ranks of a group; None: it came in none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

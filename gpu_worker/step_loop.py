@@ -18,9 +18,10 @@ import structlog
 import torch
 
 from gpu_worker import metrics
-from gpu_worker.executor import Executor, LaunchedStep
+from gpu_worker.executor import LaunchedStep
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
+from gpu_worker.parallel.leading_executor import AnyExecutor
 from gpu_worker.step import Int32Array, StepInput, StepOutput
 from rpc import timeline
 from rpc.errors import UnavailableError, UnimplementedError
@@ -52,7 +53,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    function: Callable[[Executor], Any]
+    function: Callable[[AnyExecutor], Any]
     result: "asyncio.Future[Any]"
 
 
@@ -66,7 +67,7 @@ _Job: TypeAlias = _Attach | _Step | _Call | _Stop
 class StepLoop:
     """Owns the executor's thread, from its construction to `stop`; called from `event_loop`."""
 
-    def __init__(self, executor: Executor, event_loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, executor: AnyExecutor, event_loop: asyncio.AbstractEventLoop) -> None:
         self._executor = executor
         self._event_loop = event_loop
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -241,7 +242,7 @@ class StepLoop:
         self._attachment = job.attachment
         self._tell(job.done, holdings)
 
-    async def _call_executor(self, function: Callable[[Executor], _T]) -> _T:
+    async def _call_executor(self, function: Callable[[AnyExecutor], _T]) -> _T:
         """Call a function on the executor's thread, after the steps and calls before."""
         result: asyncio.Future[_T] = self._event_loop.create_future()
         self._jobs.put(_Call(function, result))
@@ -278,19 +279,19 @@ class StepLoop:
             self._event_loop.call_soon_threadsafe(callback)
 
 
-def _read(executor: Executor, block_ids: Int32Array) -> bytes:
+def _read(executor: AnyExecutor, block_ids: Int32Array) -> bytes:
     content = _host_pool(executor).read(block_ids)
     if content is None:
         raise UnavailableError("a host block has changed since it was swapped out")
     return content
 
 
-def _write(executor: Executor, block_ids: Int32Array, content: bytes) -> None:
+def _write(executor: AnyExecutor, block_ids: Int32Array, content: bytes) -> None:
     executor.labels.host.take(block_ids)
     _host_pool(executor).write(block_ids, content)
 
 
-def _host_pool(executor: Executor) -> HostPool:
+def _host_pool(executor: AnyExecutor) -> HostPool:
     if executor.host_pool is None:
         raise UnimplementedError("this worker has no host blocks (--host-kv-memory-gb)")
     return executor.host_pool

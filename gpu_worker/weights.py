@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from gpu_worker.checkpoint import Checkpoint
+from gpu_worker.checkpoint import Checkpoint, Piece
 from gpu_worker.json_fields import ModelError
 from gpu_worker.models.linear import Linear, make_linear
 from gpu_worker.models.quantized_linear import (
@@ -21,8 +21,11 @@ from gpu_worker.models.quantized_linear import (
     make_quantized_linear,
     quantize,
 )
+from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.ranks import Ranks
 
 ModelT = TypeVar("ModelT")
+MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
@@ -36,11 +39,18 @@ class Weights:
         names: AbstractSet[str],
         dtype: torch.dtype,
         device: torch.device,
-        fill: Callable[[str, torch.Tensor], None],
+        fill: Callable[[Piece, torch.Tensor], None],
         quantization: Quantization | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`fill` gives an empty tensor the contents of a name; `names` are those there are."""
+        """`fill` gives an empty tensor its contents; `names` are those of all tensors there are.
+
+        `ranks` are the devices that share the model; None: it is on this one alone.
+        """
         self.names = names
+        self.ranks = ranks
+        self.place = Place() if ranks is None else ranks.place
+        """Which part of the model is wanted."""
         self.dtype = dtype
         """Of all weights, and of the activations."""
         self.device = device
@@ -52,7 +62,11 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor, of this shape."""
-        return self._joined([(name, shape)])
+        return self._joined([Piece(name, shape)])
+
+    def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
+        """Some rows of a tensor of this shape."""
+        return self._joined([Piece(name, shape, (slice(rows.start, rows.stop),))])
 
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
         """A linear map, or several of one input fused into one: their outputs joined.
@@ -64,16 +78,56 @@ class Weights:
             parts: of each map the name, to which ".weight" and ".bias" are added, and its N.
             bias: whether they have one.
         """
-        weight = self._joined([(f"{name}.weight", (num_out, num_in)) for name, num_out in parts])
-        joined_bias = None
-        if bias:
-            joined_bias = self._joined([(f"{name}.bias", (num_out,)) for name, num_out in parts])
-        if self._quantization is not None and not can_quantize(num_in, self._quantization):
-            raise ModelError(
-                f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
-                " features, required is a multiple of 32"
-            )
-        return self._map(weight, joined_bias, self._quantization)
+        return self._linear([(name, (num_out, num_in), ()) for name, num_out in parts], bias=bias)
+
+    def split_outputs(
+        self, num_in: int, *parts: tuple[str, int, int], bias: bool = False
+    ) -> Linear:
+        """As `linear`, of each map only this rank's share of the outputs.
+
+        Args:
+            num_in: K.
+            parts: of each map the name; how many groups its outputs come in, such as heads, of
+                which this rank has `Place.groups`; and the size of a group.
+            bias: whether they have one.
+        """
+        shares = []
+        for name, num_groups, size in parts:
+            groups = self.place.groups(num_groups)
+            rows = slice(groups.start * size, groups.stop * size)
+            shares.append((name, (num_groups * size, num_in), (rows,)))
+        return self._linear(shares, bias=bias)
+
+    def split_inputs(
+        self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
+    ) -> Linear:
+        """As `linear`, on this rank's share of the inputs: its outputs are a part of a sum.
+
+        `summed` makes the sum of them.
+
+        Args:
+            num_groups: how many groups the inputs come in.
+            size: of a group.
+            part: the map's name and N.
+            bias: whether it has one; one rank adds it.
+        """
+        name, num_out = part
+        groups = self.place.groups(num_groups)
+        columns = (slice(None), slice(groups.start * size, groups.stop * size))
+        bias = bias and self.place.tensor_rank == 0
+        return self._linear([(name, (num_out, num_groups * size), columns)], bias=bias)
+
+    def summed(self, part: MapT) -> MapT | Linear:
+        """Add up what the ranks of the stage make of their shares; alone, it is `part` itself."""
+        if self.ranks is None or self.place.tensor_size == 1:
+            return part
+        return self.ranks.summed(part)
+
+    def joined(self, part: MapT, num_out: int) -> MapT | Linear:
+        """Put together what each rank makes of `num_out` outputs, as `Place.vocabulary` has it."""
+        if self.ranks is None or self.place.tensor_size == 1:
+            return part
+        return self.ranks.joined(part, num_out)
 
     def head(self, weight: torch.Tensor) -> Linear:
         """The map that scores the vocabulary, from its weight `[V, E]`, which may be the embedding.
@@ -83,6 +137,29 @@ class Weights:
         reads in each step. The embedding is looked up, not read, and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
+
+    def _linear(
+        self,
+        parts: Sequence[tuple[str, tuple[int, int], tuple[slice, ...]]],
+        *,
+        bias: bool,
+    ) -> Linear:
+        """One map of several: of each the name, the weight's shape, and which part of it."""
+        weight = self._joined(
+            [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
+        )
+        joined_bias = None
+        if bias:
+            joined_bias = self._joined(
+                [Piece(f"{name}.bias", shape[:1], where[:1]) for name, shape, where in parts]
+            )
+        num_in = weight.shape[1]
+        if self._quantization is not None and not can_quantize(num_in, self._quantization):
+            raise ModelError(
+                f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
+                " features, required is a multiple of 32"
+            )
+        return self._map(weight, joined_bias, self._quantization)
 
     def _map(
         self, weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization | None
@@ -102,13 +179,13 @@ class Weights:
         """Whether it may be there though unused."""
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
-    def _joined(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
-        """Tensors joined along their first dimension, in one allocation."""
-        rows = [shape[0] for _, shape in parts]
-        rest = parts[0][1][1:]
-        out = torch.empty(sum(rows), *rest, dtype=self.dtype, device=self.device)
-        for (name, _), part in zip(parts, torch.split(out, rows), strict=True):
-            self._fill(name, part)
+    def _joined(self, parts: Sequence[Piece]) -> torch.Tensor:
+        """Pieces joined along their first dimension, in one allocation."""
+        shapes = [part.piece_shape for part in parts]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty(sum(rows), *shapes[0][1:], dtype=self.dtype, device=self.device)
+        for part, of_part in zip(parts, torch.split(out, rows), strict=True):
+            self._fill(part, of_part)
         return out
 
 
@@ -120,6 +197,7 @@ def load_weights(
     device: torch.device,
     progress: Callable[[float], None],
     quantization: Quantization | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelT:
     """Build a model whose weights are read, converted to `dtype`, and put on `device`.
 
@@ -135,6 +213,7 @@ def load_weights(
         device: where they go.
         progress: called with the fraction of weights read, growing up to 1.
         quantization: of the linear maps; None leaves them in `dtype`.
+        ranks: the devices that share the model; each reads its part.
 
     Raises:
         ModelError: a file is missing or damaged, tensors are missing, unexpected or misshapen, or
@@ -142,13 +221,11 @@ def load_weights(
     """
     checkpoint = Checkpoint(directory)
     num_elems: dict[str, int] = {}
-    plan = Weights(
-        checkpoint.names,
-        dtype,
-        _META,
-        lambda name, out: num_elems.update({name: out.numel()}),
-        quantization,
-    )
+
+    def count(piece: Piece, out: torch.Tensor) -> None:
+        num_elems[piece.name] = out.numel()
+
+    plan = Weights(checkpoint.names, dtype, _META, count, quantization)
     build(plan)
     if quantization is not None and not plan.num_quantized:
         raise ModelError(
@@ -162,15 +239,18 @@ def load_weights(
     unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
+    if ranks is not None:  # the plan was of the whole model: every rank refuses what one would
+        num_elems.clear()
+        build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks))
     total, num_read = math.fsum(num_elems.values()), 0
 
-    def fill(name: str, out: torch.Tensor) -> None:
+    def fill(piece: Piece, out: torch.Tensor) -> None:
         nonlocal num_read
-        checkpoint.read_into(name, out)
+        checkpoint.read_into(piece, out)
         num_read += out.numel()
         progress(num_read / total)
 
-    return build(Weights(checkpoint.names, dtype, device, fill, quantization))
+    return build(Weights(checkpoint.names, dtype, device, fill, quantization, ranks))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -85,6 +85,7 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         chunk_lens=chunk_lens,
         labelled_block_ids=labelled,
         labels=_labels(batch.labels, len(labelled)),
+        serialize=batch.SerializeToString,
     )
 
 

@@ -16,6 +16,7 @@ from gpu_worker.models.decoder_layer import DecoderLayer
 from gpu_worker.models.linear import Linear
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.native_layers import NativeLayers
+from gpu_worker.parallel.ranks import Ranks
 from kernels import ops
 from kernels.cpu.decoder import NativeInputs
 
@@ -25,15 +26,18 @@ class Decoder:
     """A language model; it never changes. Callers are in `torch.inference_mode()`."""
 
     config: LlamaConfig
-    embedding: torch.Tensor
-    """`[V, E]`."""
+    """Of what is here, if it is a part of a model on several devices."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None: an earlier stage has it."""
     layers: tuple[DecoderLayer, ...]
-    final_norm: torch.Tensor
-    """`[E]`."""
-    lm_head: Linear
-    """E to V."""
+    final_norm: torch.Tensor | None
+    """`[E]`; None: a later stage has it."""
+    lm_head: Linear | None
+    """E to V; None: a later stage has it."""
     cos_sin: torch.Tensor
     """float32 `[max_model_len, D]`, as `rotary_table` makes it."""
+    ranks: Ranks | None = None
+    """The other devices; None: there are none."""
 
     def forward(
         self,
@@ -52,10 +56,14 @@ class Decoder:
             metadata: the batch.
 
         Returns:
-            The final hidden states, normalized: `[T, E]`.
+            The final hidden states, normalized: `[T, E]`; before the last stage, what this one
+            has made of them.
         """
-        residual = functional.embedding(token_ids, self.embedding)
-        native = self._native.over(pool)
+        if self.embedding is None:
+            residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
+        else:
+            residual = functional.embedding(token_ids, self.embedding)
+        native = None if self._native is None else self._native.over(pool)
         if native is not None:
             return native.forward(
                 NativeInputs(
@@ -78,15 +86,31 @@ class Decoder:
             normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
             out = layer.feed_forward(normed)
         assert out is not None, "a decoder has at least one layer"
+        if self.final_norm is None:
+            hidden = residual + out
+            self._others.send_on(hidden)
+            return hidden
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""
+        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`.
+
+        Before the last stage that is `[S, 0]`.
+        """
+        if self.lm_head is None:
+            return hidden[:, :0].float()
         return self.lm_head(hidden).float()
 
     @cached_property
-    def _native(self) -> NativeLayers:
+    def _native(self) -> NativeLayers | None:
+        if self.final_norm is None:
+            return None
         return NativeLayers(self.config, self.layers, self.final_norm, self.cos_sin)
+
+    @property
+    def _others(self) -> Ranks:
+        assert self.ranks is not None, "the stages of a pipeline know each other"
+        return self.ranks
 
     def _attend(
         self,

@@ -1,38 +1,53 @@
 """Builds a Llama-shaped decoder from its weights, by the names that `transformers` gives them."""
 
+import torch
+
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.decoder_layer import DecoderLayer, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.experts import Experts
-from gpu_worker.models.linear import make_linear
-from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig
+from gpu_worker.models.linear import Linear, make_linear
+from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.rope import rotary_table
 from gpu_worker.weights import Weights
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
-    """Build the decoder; raises what reading its tensors does."""
-    hidden = config.hidden_size
-    embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
+    """Build `weights.place`'s part of the decoder; raises what reading its tensors does."""
+    hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
-        weights.ignore(r"lm_head\.weight")  # the same again, in some
-        head = embedding
-    else:
-        head = weights.tensor("lm_head.weight", config.vocab_size, hidden)
+        weights.ignore(r"lm_head\.weight")  # the embedding again, in some
+    layers = place.layers(config.num_layers)
     cos_sin = rotary_table(config.rope, config.head_dim, config.max_model_len)
+    embedding = final_norm = lm_head = None
+    if place.is_first_stage:
+        embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
+    decoder_layers = tuple(_layer(config, index, weights) for index in layers)
+    if place.is_last_stage:
+        final_norm = weights.tensor("model.norm.weight", hidden)
+        lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
     return Decoder(
-        config=config,
+        config=split_llama_config(config, place),
         embedding=embedding,
-        layers=tuple(_layer(config, index, weights) for index in range(config.num_layers)),
-        final_norm=weights.tensor("model.norm.weight", hidden),
-        lm_head=weights.head(head),
+        layers=decoder_layers,
+        final_norm=final_norm,
+        lm_head=lm_head,
         cos_sin=cos_sin.to(weights.device),
+        ranks=weights.ranks,
     )
+
+
+def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
+    """This rank's part of the map over the vocabulary."""
+    rows = weights.place.vocabulary(config.vocab_size)
+    if config.tie_word_embeddings and embedding is not None:
+        return weights.head(embedding[rows.start : rows.stop])
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 
 
 def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
     hidden, head_dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     layer = f"model.layers.{index}"
     attention = f"{layer}.self_attn"
     qk_norm = None
@@ -43,24 +58,30 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
         )
     return DecoderLayer(
         input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
-        qkv=weights.linear(
+        qkv=weights.split_outputs(
             hidden,
-            (f"{attention}.q_proj", q_size),
-            (f"{attention}.k_proj", kv_size),
-            (f"{attention}.v_proj", kv_size),
+            (f"{attention}.q_proj", config.num_heads, head_dim),
+            (f"{attention}.k_proj", config.num_kv_heads, head_dim),
+            (f"{attention}.v_proj", config.num_kv_heads, head_dim),
             bias=config.qkv_bias,
         ),
         qk_norm=qk_norm,
         window=config.windows[index],
-        attention_output=weights.linear(
-            q_size, (f"{attention}.o_proj", hidden), bias=config.output_bias
+        attention_output=weights.summed(
+            weights.split_inputs(
+                config.num_heads,
+                head_dim,
+                (f"{attention}.o_proj", hidden),
+                bias=config.output_bias,
+            )
         ),
         mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
-        feed_forward=_feed_forward(config, layer, weights),
+        feed_forward=weights.summed(_feed_forward(config, layer, weights)),
     )
 
 
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
+    """This rank's part of a sum."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
         return _gated_mlp(config, f"{layer}.mlp", names, weights)
@@ -89,8 +110,8 @@ def _gated_mlp(
     gate, up, down = (f"{module}.{name}" for name in names)
     hidden, intermediate = config.hidden_size, config.intermediate_size
     return GatedMlp(
-        gate_up=weights.linear(
-            hidden, (gate, intermediate), (up, intermediate), bias=config.mlp_bias
+        gate_up=weights.split_outputs(
+            hidden, (gate, intermediate, 1), (up, intermediate, 1), bias=config.mlp_bias
         ),
-        down=weights.linear(intermediate, (down, hidden), bias=config.mlp_bias),
+        down=weights.split_inputs(intermediate, 1, (down, hidden), bias=config.mlp_bias),
     )

@@ -1,10 +1,11 @@
 """What a Llama-shaped model is: Llama, Mistral, Mixtral, Qwen2, Qwen3."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_worker.json_fields import JsonFields
 from gpu_worker.model_config import ModelConfig, read_architecture, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
+from gpu_worker.parallel.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,23 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         qk_norm=family.qk_norm,
         windows=_windows(fields, family, common.num_layers),
         experts=_experts(fields) if family.has_experts else None,
+    )
+
+
+def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
+    """What one rank of a group computes: its layers, its heads; the windows are those of all.
+
+    Raises:
+        ModelError: layers or heads cannot be shared out so.
+    """
+    heads = place.share("num_attention_heads", config.num_heads)
+    kv_heads = place.share_or_repeat("num_key_value_heads", config.num_kv_heads)
+    return replace(
+        config,
+        num_layers=len(place.layers(config.num_layers)),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        intermediate_size=len(place.share("intermediate_size", config.intermediate_size)),
     )
 
 

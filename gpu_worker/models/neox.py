@@ -5,6 +5,7 @@ Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` of its dimensio
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -13,10 +14,13 @@ from gpu_worker.attention import AttentionMetadata, paged_attention
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.activation import Activation
 from gpu_worker.models.linear import Linear
-from gpu_worker.models.neox_config import NeoxConfig
+from gpu_worker.models.neox_config import NeoxConfig, split_neox_config
 from gpu_worker.models.rope import rotary_table
+from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.weights import Weights
 from kernels import ops
+
+_EMBEDDING: Final = "gpt_neox.embed_in.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +63,8 @@ class NeoxLayer:
     attention_output: Linear
     """H * D to E."""
     mlp_norm: LayerNorm
-    mlp: Mlp
+    mlp: Linear
+    """E to E: an `Mlp`, or the sum of several devices' shares of one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +72,18 @@ class NeoxDecoder:
     """A language model; it never changes. Callers are in `torch.inference_mode()`."""
 
     config: NeoxConfig
-    embedding: torch.Tensor
-    """`[V, E]`."""
+    """Of what is here, if it is a part of a model on several devices."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None: an earlier stage has it."""
     layers: tuple[NeoxLayer, ...]
-    final_norm: LayerNorm
-    lm_head: Linear
-    """E to V."""
+    final_norm: LayerNorm | None
+    """None: a later stage has it."""
+    lm_head: Linear | None
+    """E to V; None: a later stage has it."""
     cos_sin: torch.Tensor
     """float32 `[max_model_len, R]`, as `rotary_table` makes it."""
+    ranks: Ranks | None = None
+    """The other devices; None: there are none."""
 
     def forward(
         self,
@@ -84,7 +93,10 @@ class NeoxDecoder:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Compute one step's tokens; the contract is that of `Decoder.forward`."""
-        x = functional.embedding(token_ids, self.embedding)
+        if self.embedding is None:
+            x = self._others.receive(len(token_ids), self.layers[0].attention_norm.weight)
+        else:
+            x = functional.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             attended = self._attend(index, layer, x, positions, pool, metadata)
             if self.config.is_parallel:
@@ -92,11 +104,21 @@ class NeoxDecoder:
             else:
                 x = x + attended
                 x = x + layer.mlp(layer.mlp_norm(x))
+        if self.final_norm is None:
+            self._others.send_on(x)
+            return x
         return self.final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""
+        """As `Decoder.logits`."""
+        if self.lm_head is None:
+            return hidden[:, :0].float()
         return self.lm_head(hidden).float()
+
+    @property
+    def _others(self) -> Ranks:
+        assert self.ranks is not None, "the stages of a pipeline know each other"
+        return self.ranks
 
     def _attend(
         self,
@@ -124,43 +146,64 @@ class NeoxDecoder:
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
-    """Build the decoder; raises what reading its tensors does."""
+    """Build `weights.place`'s part of the decoder; raises what reading its tensors does."""
     # In old checkpoints, masks and frequencies that are no weights.
     weights.ignore(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
-    embedding = weights.tensor("gpt_neox.embed_in.weight", config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings:
         weights.ignore(r"(embed_out|lm_head)\.weight")
-        head = embedding
-    else:
-        # transformers before 5 calls it embed_out.
-        name = "lm_head" if "lm_head.weight" in weights.names else "embed_out"
-        head = weights.tensor(f"{name}.weight", config.vocab_size, config.hidden_size)
+    place = weights.place
+    embedding = final_norm = lm_head = None
+    if place.is_first_stage:
+        embedding = weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
+    layers = tuple(_layer(config, index, weights) for index in place.layers(config.num_layers))
+    if place.is_last_stage:
+        final_norm = _norm(config, "gpt_neox.final_layer_norm", weights)
+        lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
     return NeoxDecoder(
-        config=config,
+        config=split_neox_config(config, place),
         embedding=embedding,
-        layers=tuple(_layer(config, index, weights) for index in range(config.num_layers)),
-        final_norm=_norm(config, "gpt_neox.final_layer_norm", weights),
-        lm_head=weights.head(head),
+        layers=layers,
+        final_norm=final_norm,
+        lm_head=lm_head,
         cos_sin=rotary_table(config.rope, config.rotary_dim, config.max_model_len).to(
             weights.device
         ),
+        ranks=weights.ranks,
     )
+
+
+def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
+    """This rank's part of the map over the vocabulary."""
+    rows = weights.place.vocabulary(config.vocab_size)
+    if config.tie_word_embeddings:
+        if embedding is not None:
+            return weights.head(embedding[rows.start : rows.stop])
+        name = _EMBEDDING
+    else:
+        # transformers before 5 calls it embed_out.
+        name = "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
+    return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 
 
 def _layer(config: NeoxConfig, index: int, weights: Weights) -> NeoxLayer:
     layer, hidden, inner = f"gpt_neox.layers.{index}", config.hidden_size, config.intermediate_size
     attention, mlp = f"{layer}.attention", f"{layer}.mlp"
-    bias = config.attention_bias
+    heads, head_dim, bias = config.num_kv_heads, config.head_dim, config.attention_bias
+    mlp_part = Mlp(
+        up=weights.split_outputs(hidden, (f"{mlp}.dense_h_to_4h", inner, 1), bias=True),
+        activation=config.activation,
+        down=weights.split_inputs(inner, 1, (f"{mlp}.dense_4h_to_h", hidden), bias=True),
+    )
     return NeoxLayer(
         attention_norm=_norm(config, f"{layer}.input_layernorm", weights),
-        qkv=weights.linear(hidden, (f"{attention}.query_key_value", 3 * hidden), bias=bias),
-        attention_output=weights.linear(hidden, (f"{attention}.dense", hidden), bias=bias),
-        mlp_norm=_norm(config, f"{layer}.post_attention_layernorm", weights),
-        mlp=Mlp(
-            up=weights.linear(hidden, (f"{mlp}.dense_h_to_4h", inner), bias=True),
-            activation=config.activation,
-            down=weights.linear(inner, (f"{mlp}.dense_4h_to_h", hidden), bias=True),
+        qkv=weights.split_outputs(
+            hidden, (f"{attention}.query_key_value", heads, 3 * head_dim), bias=bias
         ),
+        attention_output=weights.summed(
+            weights.split_inputs(heads, head_dim, (f"{attention}.dense", hidden), bias=bias)
+        ),
+        mlp_norm=_norm(config, f"{layer}.post_attention_layernorm", weights),
+        mlp=weights.summed(mlp_part),
     )
 
 

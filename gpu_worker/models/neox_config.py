@@ -1,11 +1,12 @@
 """What a GPT-NeoX model is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_worker.json_fields import JsonFields
 from gpu_worker.model_config import ModelConfig, read_model_config
 from gpu_worker.models.activation import ACTIVATIONS, Activation
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
+from gpu_worker.parallel.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class NeoxConfig(ModelConfig):
     """A GPT-NeoX decoder: as many kv heads as heads."""
 
     hidden_size: int
-    """`num_kv_heads * head_dim`."""
+    """`num_kv_heads * head_dim`, unless `split_neox_config` has taken a share of the heads."""
     intermediate_size: int
     layer_norm_eps: float
     activation: Activation
@@ -74,4 +75,18 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         attention_bias=fields.boolean("attention_bias", default=True),
         is_parallel=fields.boolean("use_parallel_residual", default=True),
+    )
+
+
+def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
+    """What one rank of a group computes: its layers, its heads.
+
+    Raises:
+        ModelError: layers or heads cannot be shared out so.
+    """
+    return replace(
+        config,
+        num_layers=len(place.layers(config.num_layers)),
+        num_kv_heads=len(place.share("num_attention_heads", config.num_kv_heads)),
+        intermediate_size=len(place.share("intermediate_size", config.intermediate_size)),
     )

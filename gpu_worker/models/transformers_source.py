@@ -19,6 +19,7 @@ from gpu_worker.models.attention_calls import (
     register_attention,
 )
 from gpu_worker.models.transformers_model import TransformersModel
+from gpu_worker.parallel.ranks import Ranks
 
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
 
@@ -49,7 +50,7 @@ class TransformersSource:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # for a loss
-        self.config = ModelConfig(
+        self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
             max_model_len=max_model_len,
@@ -61,9 +62,14 @@ class TransformersSource:
         )
 
     def load(
-        self, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None]
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
+        assert ranks is None, "its models are on one device"
         model = TransformersModel()
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         progress(0.0)

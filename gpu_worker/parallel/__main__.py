@@ -1,0 +1,18 @@
+"""Starts another rank of a command that runs several; its standard input says which."""
+
+import sys
+
+from gpu_worker.parallel.follower import end_with_input
+from gpu_worker.parallel.group import member_from_json
+from gpu_worker.parallel.run import run_rank
+
+
+def main() -> None:
+    """Run it until rank 0 ends, or the command does."""
+    member = member_from_json(sys.stdin.buffer.readline())
+    end_with_input()
+    run_rank(member)
+
+
+if __name__ == "__main__":
+    main()

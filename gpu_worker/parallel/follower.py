@@ -1,0 +1,121 @@
+"""A rank other than 0: does what rank 0 does, and ends when it ends."""
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import structlog
+
+from gpu_worker.parallel.group import Member
+from gpu_worker.parallel.link import Frame, Kind, Link
+from gpu_worker.wire import step_input_from_proto
+from quire.v1 import worker_pb2
+from rpc.errors import QuireError
+
+if TYPE_CHECKING:
+    from gpu_worker.executor import Executor, LaunchedStep
+    from gpu_worker.step import Limits
+
+_RETRY_S: Final = 0.5
+
+_log = structlog.get_logger()
+
+
+class Follower:
+    """A rank's end of its connection with rank 0, from when it has been welcomed."""
+
+    def __init__(self, member: Member) -> None:
+        """Connect, as soon as rank 0 is there, and wait until all ranks are.
+
+        Raises:
+            OSError: rank 0 ended first, or does not want this rank.
+        """
+        self._link = _connect(member)
+        self._link.send(Frame(Kind.HELLO, member.hello()))
+        self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.welcome: dict[str, int] = json.loads(self._link.receive().content)
+        """By what the ranks find each other."""
+        threading.Thread(target=self._read, name="rank 0", daemon=True).start()
+
+    def follow(self, executor: "Executor", limits: "Limits") -> NoReturn:
+        """Call the executor as rank 0's is called; never returns: the process ends with rank 0."""
+        executor.bind_thread()
+        pending: deque[LaunchedStep] = deque()
+        while True:
+            frame = self._frames.get()
+            match frame.kind:
+                case Kind.LAUNCH:
+                    step = step_input_from_proto(
+                        worker_pb2.StepBatch.FromString(frame.content), limits
+                    )
+                    try:
+                        pending.append(executor.launch(step))
+                    except QuireError as error:  # rank 0 has refused it, too, and tells why
+                        _log.debug("refused a step", error=str(error))
+                case Kind.COLLECT:
+                    executor.collect(pending.popleft())
+                case Kind.RESET:
+                    pending.clear()
+                    executor.reset()
+                case _:
+                    raise AssertionError(f"rank 0 has sent {frame.kind!r}")
+
+    def fail(self, problem: str) -> NoReturn:
+        """Tell rank 0 why this rank ends, and end."""
+        try:
+            self._link.send(Frame(Kind.FAILED, problem.encode()))
+        except OSError:
+            _log.warning("rank 0 is gone")
+        _end(problem)
+
+    def _read(self) -> None:
+        """Take what rank 0 says, also while this rank computes or waits for another."""
+        while True:
+            try:
+                frame = self._link.receive()
+            except OSError as error:
+                _end(f"rank 0 is lost: {error}")
+            if frame.kind is Kind.CLOSE:
+                os._exit(0)  # nothing here needs an end of its own, and a collective may hang
+            self._frames.put(frame)
+
+
+def end_with_input() -> None:
+    """End the process when its standard input ends; the command that it is of has then ended."""
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="standard input", daemon=True).start()
+
+
+def _connect(member: Member) -> Link:
+    settings = member.settings
+    is_told = False
+    while True:
+        try:
+            return Link(socket.create_connection((settings.master_addr, settings.master_port)))
+        except OSError as error:
+            if not is_told:
+                _log.info(
+                    "waiting for rank 0",
+                    address=f"{settings.master_addr}:{settings.master_port}",
+                    error=str(error),
+                )
+                is_told = True
+            time.sleep(_RETRY_S)
+
+
+def _end(problem: str) -> NoReturn:
+    _log.error("this rank ends", problem=problem)
+    sys.stderr.write(f"quire-worker: {problem}\n")
+    sys.stderr.flush()
+    os._exit(1)

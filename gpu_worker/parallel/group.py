@@ -1,0 +1,92 @@
+"""What a rank must know before it meets the others: its settings, its number, what all have alike.
+
+Imports no torch: processes meet while they load it.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpu_worker.json_fields import ModelError
+from gpu_worker.parallel.place import Place
+from gpu_worker.settings import WorkerSettings
+
+_ALIKE: Final = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "host_kv_codec",
+    "kv_checksum",
+)
+"""Settings in which ranks that differed would compute nonsense, or wait for each other forever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group."""
+
+    settings: WorkerSettings
+    """Of the command that it is of."""
+    number: int = 0
+    """Among the command's processes: its rank follows from it, and its GPU."""
+
+    @property
+    def place(self) -> Place:
+        """Its part of the model."""
+        return Place(
+            self.settings.rank + self.number,
+            self.settings.tensor_parallel_size,
+            self.settings.pipeline_parallel_size,
+        )
+
+    def hello(self) -> bytes:
+        """What it tells rank 0."""
+        alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
+        return json.dumps({"rank": self.place.rank, "settings": alike}).encode()
+
+    def check(self, hello: bytes) -> int:
+        """The rank of another one, from its `hello`.
+
+        Raises:
+            ModelError: its settings do not fit this one's.
+            ValueError: it is no rank's hello.
+        """
+        said: dict[str, Any] = json.loads(hello)
+        rank, theirs = said["rank"], said["settings"]
+        ours = self.settings.model_dump(mode="json", include=set(_ALIKE))
+        for name in _ALIKE:
+            if theirs.get(name) != ours[name]:
+                raise ModelError(
+                    f"{name.replace('_', '-')} is {theirs.get(name)} at rank {rank}; it must be"
+                    f" {ours[name]}, as at rank 0"
+                )
+        if not isinstance(rank, int) or not 0 < rank < self.place.num_ranks:
+            raise ModelError(f"rank is {rank}; it must be from 1 to {self.place.num_ranks - 1}")
+        return rank
+
+    def to_json(self) -> bytes:
+        """For the process that is to be it."""
+        settings = self.settings.model_dump(mode="json")
+        return json.dumps({"settings": settings, "number": self.number}).encode()
+
+
+def member_from_json(text: bytes) -> Member:
+    """What `Member.to_json` wrote."""
+    told = json.loads(text)
+    return Member(WorkerSettings(**told["settings"]), told["number"])
+
+
+def command() -> list[str]:
+    """Starts a process that reads from its standard input which member it is.
+
+    It ends when that does.
+    """
+    return [sys.executable, "-m", "gpu_worker.parallel"]

@@ -1,0 +1,130 @@
+"""Rank 0's end of its group: gathers the other ranks, tells them what to do, and ends with them.
+
+No collective returns once a rank is gone, nor does a thread that waits in one, on a GPU perhaps
+within a driver. So when a rank is lost, or fails at a step that others are in the middle of, this
+process ends at once, and with it all others: to the scheduler it is one worker that was lost.
+"""
+
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import structlog
+
+from gpu_worker.parallel.group import Member
+from gpu_worker.parallel.link import Frame, Kind, Link
+from gpu_worker.parallel.local_ranks import LocalRanks
+from gpu_worker.settings import WorkerSettings
+
+_HELLO_S = 5.0
+"""What connects says so soon who it is, or is no rank."""
+_LOOK_S = 0.2
+
+_log = structlog.get_logger()
+
+
+class Leader:
+    """The other ranks, as rank 0 sees them. Its calls come from one thread at a time."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Listen, and start the ranks of this machine.
+
+        Raises:
+            OSError: the master address is not this machine's, or its port is taken.
+        """
+        address = (settings.master_addr, settings.master_port)
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server(address, family=family, backlog=settings.num_ranks)
+        port = self._listener.getsockname()[1]
+        # Others are told of no port but this one, and whatever is found free now is theirs.
+        self.member = Member(settings.model_copy(update={"master_port": port}))
+        self._links: dict[int, Link] = {}
+        self._is_closing = False
+        self._lock = threading.RLock()
+        self._local = LocalRanks(self.member)
+
+    def gather(self, report: Callable[[str, float | None], None], welcome: dict[str, int]) -> None:
+        """Wait until all ranks have come, and tell them what `welcome` says.
+
+        Args:
+            report: called with who is missing, again and again; what it raises ends the wait.
+            welcome: by what they find each other.
+
+        Raises:
+            ModelError: one has other settings, or one of this machine has ended.
+        """
+        others = range(1, self.member.place.num_ranks)
+        self._listener.settimeout(_LOOK_S)
+        while missing := [rank for rank in others if rank not in self._links]:
+            report(f"waiting for ranks {', '.join(map(str, missing))}", None)
+            self._local.check()
+            try:
+                connected, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            self._meet(Link(connected))
+        for link in self._links.values():
+            link.send(Frame(Kind.WELCOME, json.dumps(welcome).encode()))
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def tell(self, frame: Frame) -> None:
+        """Let all ranks do something, in the order of the calls; waits for none of them."""
+        try:
+            for link in self._links.values():
+                link.send(frame)
+        except OSError as error:
+            self.give_up(f"a rank is lost: {error}")
+
+    def close(self) -> None:
+        """End the other ranks."""
+        with self._lock:
+            self._is_closing = True
+        for link in self._links.values():
+            try:
+                link.send(Frame(Kind.CLOSE))
+            except OSError:
+                _log.warning("a rank was gone before its end")
+        self._listener.close()
+        self._local.end()
+
+    def give_up(self, problem: str) -> NoReturn:
+        """End this process, and with it the group."""
+        with self._lock:  # never while `close` ends it as it should
+            _log.error("the group of ranks ends", problem=problem)
+            sys.stderr.write(f"quire-worker: {problem}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _meet(self, link: Link) -> None:
+        """Take up a rank that has connected; anything else is sent away."""
+        try:
+            link.set_timeout(_HELLO_S)
+            hello = link.receive()
+            rank = self.member.check(hello.content)
+            link.set_timeout(None)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            link.close()
+            return
+        if rank in self._links:  # it was started anew
+            self._links[rank].close()
+        self._links[rank] = link
+
+    def _watch(self) -> None:
+        """Wait for the first rank that is lost; they say nothing unless they fail."""
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            key, _ = selector.select()[0]
+        rank = key.data
+        try:
+            problem = f"rank {rank}: {self._links[rank].receive().content.decode()}"
+        except OSError:
+            problem = f"rank {rank} is lost"
+        with self._lock:
+            if not self._is_closing:
+                self.give_up(problem)

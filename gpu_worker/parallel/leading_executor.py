@@ -1,0 +1,70 @@
+"""Rank 0's executor: whatever it does, the other ranks are told to do, too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from gpu_worker.executor import Executor, LaunchedStep
+from gpu_worker.parallel.leader import Leader
+from gpu_worker.parallel.link import Frame, Kind
+from gpu_worker.rows import Rows
+from gpu_worker.step import StepInput, StepOutput
+from rpc.errors import QuireError
+
+
+class LeadingExecutor:
+    """An `Executor`, as the step loop calls it, and those of the other ranks behind it.
+
+    A step that is refused is refused by all ranks alike, before any of them computes. If a step
+    fails otherwise, others may be in the middle of it, and the group ends.
+    """
+
+    def __init__(self, executor: Executor, leader: Leader) -> None:
+        self._executor = executor
+        self._leader = leader
+        self.max_in_flight = executor.max_in_flight
+        self.bind_thread = executor.bind_thread
+        self.close = executor.close
+
+    @property
+    def rows(self) -> Rows:
+        """Rank 0's; the others' are the same."""
+        return self._executor.rows
+
+    @property
+    def host_pool(self) -> None:
+        """None to read or write: each rank has its part of a block."""
+        return
+
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """See `Executor.launch`."""
+        assert step.serialize is not None, "a step of the scheduler's"
+        self._leader.tell(Frame(Kind.LAUNCH, step.serialize()))
+        with self._together():
+            return self._executor.launch(step)
+
+    def collect(self, launched: LaunchedStep) -> StepOutput:
+        """See `Executor.collect`."""
+        with self._together():
+            output = self._executor.collect(launched)
+        self._leader.tell(Frame(Kind.COLLECT))
+        return output
+
+    def reset(self) -> None:
+        """See `Executor.reset`."""
+        self._leader.tell(Frame(Kind.RESET))
+        with self._together():
+            self._executor.reset()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except QuireError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others do not have it
+            self._leader.give_up(f"rank 0 failed at a step: {error!r}")
+
+
+AnyExecutor: TypeAlias = Executor | LeadingExecutor
+"""What a step loop calls."""

@@ -1,0 +1,87 @@
+"""The connection between rank 0 and another rank: a greeting, then commands, until one end dies.
+
+Each end learns of the other's end by the connection's, at once, whatever it computes or waits for.
+Frames are a kind, a length and that many bytes.
+"""
+
+import socket
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+_HEADER: Final = struct.Struct("<BI")
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A machine that is gone without a word is missed after 25 s."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    """First from the other rank: who it is, as JSON."""
+    WELCOME = 2
+    """First from rank 0: where the ranks find each other, as JSON."""
+    LAUNCH = 3
+    """Launch a step: a StepBatch."""
+    COLLECT = 4
+    """Collect the oldest launched step."""
+    RESET = 5
+    """Collect nothing more; forget all sequences."""
+    CLOSE = 6
+    """End: rank 0 has."""
+    FAILED = 7
+    """From the other rank: why it ends, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message."""
+
+    kind: Kind
+    content: bytes = b""
+
+
+class Link:
+    """One end of a connection. Each direction is used by one thread at a time."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket = connected
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; raises OSError if the other end is gone."""
+        self._socket.sendall(_HEADER.pack(frame.kind, len(frame.content)) + frame.content)
+
+    def receive(self) -> Frame:
+        """Wait for a frame; raises OSError if the other end is gone, or sends what is none."""
+        kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size))
+        try:
+            return Frame(Kind(kind), self._read(num_bytes))
+        except ValueError:
+            raise ConnectionError(f"a frame is of kind {kind}, which there is not") from None
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Let the calls after this raise TimeoutError, an OSError, if they wait for longer."""
+        self._socket.settimeout(seconds)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        content = bytearray()
+        while len(content) < num_bytes:
+            part = self._socket.recv(num_bytes - len(content))
+            if not part:
+                raise ConnectionError("the other end is gone")
+            content += part
+        return bytes(content)
