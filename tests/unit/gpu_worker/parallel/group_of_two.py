@@ -1,0 +1,150 @@
+"""Runs models in two processes, as two ranks, and in one; says what each of them sampled."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import PrefixStore, destroy_process_group
+
+from gpu_worker.executor import Executor
+from gpu_worker.kv_layout import kv_dtypes
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.model_source import open_model
+from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.ranks import Ranks, find_store, open_store
+from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.step import Limits, NewRow, StepInput
+
+ADDRESS = "127.0.0.1"
+NUM_TOKENS = 64
+BLOCK_SIZE = 8
+BLOCKS_PER_ROW = 16
+SAMPLING = (
+    SamplingParams(seed=1, temperature=0.0, ignore_eos=True),
+    SamplingParams(seed=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1, logprobs=2),
+    SamplingParams(seed=3, temperature=0.0, ignore_eos=True, repetition_penalty=1.3),
+    SamplingParams(seed=4, temperature=0.8, ignore_eos=True, min_tokens=3, top_k=20),
+)
+PROMPT_LENS = (5, 40, 17, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and over how many ranks it is shared out."""
+
+    directory: str
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    dtype: str = "float32"
+    quantization: str | None = None
+
+    @property
+    def alone(self) -> "Case":
+        return replace(self, tensor_size=1, pipeline_size=1)
+
+
+def run_in_two(cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
+    """What each rank sampled in each case."""
+    store, port = open_store(ADDRESS)
+    text = json.dumps([asdict(case) for case in cases])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(rank), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write(text)
+            process.stdin.close()
+        outputs = [json.load(process.stdout) for process in ranks if process.stdout is not None]
+        assert [process.wait() for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        del store
+    return outputs[0], outputs[1]
+
+
+def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
+    """What this process samples: tokens by row, log-probabilities."""
+    torch.set_num_threads(1)
+    device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
+    quantization = None if case.quantization is None else Quantization(case.quantization)
+    source = open_model(Path(case.directory), quantization=quantization, place=place)
+    model, config = source.load(dtype, device, lambda _: None, ranks), source.local_config
+    num_rows = len(SAMPLING)
+    limits = Limits(
+        max_num_seqs=num_rows,
+        max_model_len=BLOCK_SIZE * BLOCKS_PER_ROW,
+        max_num_batched_tokens=128,
+        num_blocks=num_rows * BLOCKS_PER_ROW,
+        block_size=BLOCK_SIZE,
+        vocab_size=config.vocab_size,
+    )
+    dtypes = kv_dtypes("auto", frozenset(), dtype, config.num_layers)
+    pool = KvPool(config, limits.num_blocks, BLOCK_SIZE, dtypes, device)
+    executor = Executor(model, pool, limits, (), device, ranks=ranks)
+    prompts = [np.random.default_rng(n).integers(5, 500, n).astype(np.int32) for n in PROMPT_LENS]
+    first = StepInput(
+        step_id=1,
+        num_decodes=0,
+        new_rows=tuple(
+            NewRow(
+                seq_id=row,
+                row=row,
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                num_computed_tokens=0,
+                block_ids=np.arange(BLOCKS_PER_ROW, dtype=np.int32) + row * BLOCKS_PER_ROW,
+                sampling=SAMPLING[row],
+                max_total_tokens=len(prompt) + NUM_TOKENS,
+            )
+            for row, prompt in enumerate(prompts)
+        ),
+        chunk_rows=np.arange(num_rows, dtype=np.int32),
+        chunk_lens=np.array(PROMPT_LENS, np.int32),
+    )
+    decodes = [StepInput(step_id=i, num_decodes=num_rows) for i in range(2, NUM_TOKENS + 1)]
+    outputs = [executor.step(step) for step in (first, *decodes)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for output in outputs:
+        for row, token in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
+            tokens[int(row)].append(int(token))
+    return {
+        "tokens": tokens,
+        "logprobs": [logprob.logprob for output in outputs for logprob in output.logprobs],
+        "prompt": [t.logprob for part in outputs[0].prompt_logprobs for t in part.logprobs],
+        "block_bytes": pool.block_bytes,
+    }
+
+
+def main() -> None:
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    store = find_store(ADDRESS, port)
+    results = []
+    for number, values in enumerate(json.load(sys.stdin)):
+        case = Case(**values)
+        place = Place(rank, case.tensor_size, case.pipeline_size)
+        ranks = Ranks(place, PrefixStore(str(number), store), torch.device("cpu"))
+        results.append(run(case, place, ranks))
+        destroy_process_group()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

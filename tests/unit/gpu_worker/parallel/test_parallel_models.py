@@ -1,0 +1,70 @@
+"""Two ranks sample what one does: each family, its layers shared out, or in two stages."""
+
+import pytest
+
+from gpu_worker.parallel.place import Place
+from tests.models_fixture import ModelDirs
+from tests.unit.gpu_worker.parallel.group_of_two import Case, run, run_in_two
+
+TENSOR, PIPELINE = (2, 1), (1, 2)
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"num_key_value_heads": 1},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True, "vocab_size": 501},
+    "gpt_neox": {},
+}
+SHARED_OUT = [
+    *((family, TENSOR) for family in FAMILIES),
+    *((family, PIPELINE) for family in ("llama", "qwen2", "qwen3", "gpt_neox")),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By variant and sizes: what one process samples, and each of two."""
+    dirs = ModelDirs(tmp_path_factory.mktemp("models"))
+    keys = [*SHARED_OUT, ("int8", TENSOR)]
+    cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
+    cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
+    rank_0, rank_1 = run_in_two(cases)
+    alone = {case: run(case, Place(), None) for case in {case.alone for case in cases}}
+    expected = [alone[case.alone] for case in cases]
+    return dict(zip(keys, zip(expected, rank_0, rank_1, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("name", "sizes"), SHARED_OUT)
+def test_two_ranks_sample_what_one_does(results, name, sizes):
+    alone, rank_0, rank_1 = results[name, sizes]
+    assert rank_0["tokens"] == alone["tokens"]
+    assert rank_1["tokens"] == rank_0["tokens"]
+
+
+@pytest.mark.parametrize("sizes", [TENSOR, PIPELINE])
+def test_log_probabilities_are_those_of_one(results, sizes):
+    alone, rank_0, _ = results["llama", sizes]
+    assert rank_0["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)
+    assert len(rank_0["prompt"]) == len(alone["prompt"]) == 39
+    assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
+
+
+def test_a_rank_holds_its_share_of_the_kv(results):
+    alone, rank_0, _ = results["llama", TENSOR]
+    assert rank_0["block_bytes"] * 2 == alone["block_bytes"]
+    alone, rank_0, rank_1 = results["qwen2", PIPELINE]  # 3 layers
+    assert [rank_1["block_bytes"] * 3, rank_0["block_bytes"] * 3] == [
+        alone["block_bytes"],
+        alone["block_bytes"] * 2,
+    ]
+
+
+def test_kv_heads_fewer_than_ranks_are_repeated(results):
+    alone, rank_0, _ = results["mistral", TENSOR]
+    assert rank_0["block_bytes"] == alone["block_bytes"]
+
+
+def test_quantized_weights_are_shared_out(results):
+    """Rounded by shares, so not bit for bit."""
+    alone, rank_0, _ = results["int8", TENSOR]
+    assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
