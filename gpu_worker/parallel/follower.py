@@ -33,13 +33,16 @@ class Follower:
     def __init__(self, member: Member) -> None:
         """Connect, as soon as rank 0 is there, and wait until all ranks are.
 
-        Raises:
-            OSError: rank 0 ended first, or does not want this rank.
+        The process ends if rank 0 does before, or does not want this rank.
         """
         self._link = _connect(member)
-        self._link.send(Frame(Kind.HELLO, member.hello()))
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self.welcome: dict[str, int] = json.loads(self._link.receive().content)
+        try:
+            self._link.send(Frame(Kind.HELLO, member.hello()))
+            welcome = self._link.receive()
+        except OSError as error:
+            _end(f"rank 0 has not welcomed rank {member.place.rank}: {error}")
+        self.welcome: dict[str, int] = json.loads(welcome.content)
         """By what the ranks find each other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
 
@@ -90,7 +93,7 @@ def end_with_input() -> None:
     """End the process when its standard input ends; the command that it is of has then ended."""
 
     def wait() -> None:
-        while sys.stdin.buffer.read(1):
+        while os.read(sys.stdin.fileno(), 1):  # past its buffer, whose lock Python needs to end
             pass
         os._exit(1)
 
