@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import structlog
 
+from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.local_ranks import LocalRanks
@@ -35,11 +36,16 @@ class Leader:
         """Listen, and start the ranks of this machine.
 
         Raises:
-            OSError: the master address is not this machine's, or its port is taken.
+            ModelError: the master address is not this machine's, or its port is taken.
         """
         address = (settings.master_addr, settings.master_port)
-        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server(address, family=family, backlog=settings.num_ranks)
+        try:
+            family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server(address, family=family)
+        except OSError as error:
+            raise ModelError(
+                f"master-addr is {address[0]}, master-port {address[1]}: {error}"
+            ) from error
         port = self._listener.getsockname()[1]
         # Others are told of no port but this one, and whatever is found free now is theirs.
         self.member = Member(settings.model_copy(update={"master_port": port}))

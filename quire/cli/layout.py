@@ -49,6 +49,8 @@ _WORKER: Final = (
     "disk_kv_dir",
     "disk_kv_codec",
     "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
 )
 _ROUTER: Final = ("api_keys_file",)
 _SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
@@ -258,12 +260,14 @@ def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _share(settings: UpSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Give each of several workers a GPU of its own."""
+    """Give each of several workers GPUs of its own."""
     if settings.workers == 1:
         return {}
+    count = settings.devices_per_worker
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(settings.workers)]
-    return {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]}
+    devices = visible.split(",") if visible else [str(i) for i in range(settings.workers * count)]
+    own = [devices[i % len(devices)] for i in range(index * count, (index + 1) * count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))}
 
 
 def _num_threads(settings: UpSettings) -> tuple[str, ...]:

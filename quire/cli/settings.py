@@ -12,6 +12,8 @@ Positive = Annotated[int, Field(ge=1)]
 
 _DEVICE: Final = (
     "workers",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
     "device",
     "dtype",
     "quantization",
@@ -42,9 +44,13 @@ class UpSettings(ProcessSettings):
     """Which implementation runs the model: the dotted path of a class of yours, as in
     package.module:Class (docs/models.md); "transformers"; empty: the worker's choice."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many workers to start; on CUDA each takes a device of its own."""
+    """How many workers to start; on CUDA each takes a device of its own, or several."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda where there is one."""
+    tensor_parallel_size: Positive = 1
+    """Devices of each worker, which share out each layer of the model."""
+    pipeline_parallel_size: Positive = 1
+    """Stages of each worker, with a part of the layers on devices of their own."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Start so many simulated workers instead, in one process: they keep the protocol and take a
     GPU's time, but compute nothing, and their text is random."""
@@ -128,13 +134,20 @@ class UpSettings(ProcessSettings):
         return split_at_commas(value)
 
     @model_validator(mode="after")
-    def _workers_have_a_device_each(self) -> Self:
-        if self.workers > 1 and ":" in self.device:
-            raise ValueError(
-                f"--device is {self.device}, which is one GPU, but --workers is {self.workers}:"
-                " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
-            )
+    def _workers_have_devices_of_their_own(self) -> Self:
+        for name in ("workers", "tensor_parallel_size", "pipeline_parallel_size"):
+            if (count := getattr(self, name)) > 1 and ":" in self.device:
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"--device is {self.device}, which is one GPU, but --{flag} is {count}:"
+                    " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+                )
         return self
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Of each worker, if they are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _attached_is_not_detached(self) -> Self:

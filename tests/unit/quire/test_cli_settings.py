@@ -63,6 +63,10 @@ def test_environment_sets_what_no_flag_does_and_a_flag_wins(monkeypatch):
         (("--device", "abacus"), "--device: abacus:"),
         (("--attached", "--detach"), "--attached: cannot be with --detach"),
         (("--device", "cuda:1", "--workers", "2"), "--device is cuda:1, which is one GPU"),
+        (
+            ("--device", "cuda:1", "--tensor-parallel-size", "2"),
+            "--device is cuda:1, which is one GPU, but --tensor-parallel-size is 2",
+        ),
     ],
 )
 def test_bad_value_is_named_with_its_flag(argv, problem, capsys):
@@ -96,6 +100,13 @@ def test_several_workers_share_the_machine():
     assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4", "6"]
     assert [value_of("--worker-id", spec.argv) for spec in specs] == ["worker-0", "worker-1"]
     assert int(value_of("--num-threads", specs[0].argv)) >= 1
+
+
+def test_workers_of_several_devices_share_no_device():
+    argv = ("--workers", "2", "--tensor-parallel-size", "2")
+    specs = plan(parse_up(*argv), {"CUDA_VISIBLE_DEVICES": "4,6,1,0"}).specs[:2]
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,6", "1,0"]
+    assert value_of("--tensor-parallel-size", specs[0].argv) == "2"
 
 
 def test_only_what_is_set_is_passed_on():
