@@ -1,5 +1,6 @@
 """Starts another rank of a command that runs several; its standard input says which."""
 
+import signal
 import sys
 
 from gpu_worker.parallel.follower import end_with_input
@@ -9,6 +10,8 @@ from gpu_worker.parallel.run import run_rank
 
 def main() -> None:
     """Run it until rank 0 ends, or the command does."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the command
+        signal.signal(number, signal.SIG_IGN)
     member = member_from_json(sys.stdin.buffer.readline())
     end_with_input()
     run_rank(member)

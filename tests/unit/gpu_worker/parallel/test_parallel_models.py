@@ -4,7 +4,7 @@ import pytest
 
 from gpu_worker.parallel.place import Place
 from tests.models_fixture import ModelDirs
-from tests.unit.gpu_worker.parallel.group_of_two import Case, run, run_in_two
+from tests.unit.gpu_worker.parallel.ranks import Case, run, run_ranks
 
 TENSOR, PIPELINE = (2, 1), (1, 2)
 FAMILIES = {
@@ -17,7 +17,7 @@ FAMILIES = {
 }
 SHARED_OUT = [
     *((family, TENSOR) for family in FAMILIES),
-    *((family, PIPELINE) for family in ("llama", "qwen2", "qwen3", "gpt_neox")),
+    *((family, PIPELINE) for family in ("qwen2", "qwen3", "gpt_neox")),
 ]
 
 
@@ -28,7 +28,7 @@ def results(tmp_path_factory):
     keys = [*SHARED_OUT, ("int8", TENSOR)]
     cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
     cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
-    rank_0, rank_1 = run_in_two(cases)
+    rank_0, rank_1 = run_ranks(cases, 2)
     alone = {case: run(case, Place(), None) for case in {case.alone for case in cases}}
     expected = [alone[case.alone] for case in cases]
     return dict(zip(keys, zip(expected, rank_0, rank_1, strict=True), strict=True))
@@ -43,7 +43,7 @@ def test_two_ranks_sample_what_one_does(results, name, sizes):
 
 @pytest.mark.parametrize("sizes", [TENSOR, PIPELINE])
 def test_log_probabilities_are_those_of_one(results, sizes):
-    alone, rank_0, _ = results["llama", sizes]
+    alone, rank_0, _ = results["qwen2", sizes]
     assert rank_0["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)
     assert len(rank_0["prompt"]) == len(alone["prompt"]) == 39
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
@@ -68,3 +68,12 @@ def test_quantized_weights_are_shared_out(results):
     """Rounded by shares, so not bit for bit."""
     alone, rank_0, _ = results["int8", TENSOR]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
+
+
+@pytest.mark.slow  # four processes
+def test_both_ways_at_once(tmp_path):
+    dirs = ModelDirs(tmp_path)
+    cases = [Case(str(dirs.get(name)), 2, 2) for name in ("qwen2", "gpt_neox", "mixtral")]
+    alone = [run(case.alone, Place(), None)["tokens"] for case in cases]
+    for results in run_ranks(cases, 4):
+        assert [result["tokens"] for result in results] == alone

@@ -1,4 +1,4 @@
-"""Runs models in two processes, as two ranks, and in one; says what each of them sampled."""
+"""Runs models in several processes, as ranks, and in one; says what each of them sampled."""
 
 import json
 import os
@@ -51,8 +51,8 @@ class Case:
         return replace(self, tensor_size=1, pipeline_size=1)
 
 
-def run_in_two(cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
-    """What each rank sampled in each case."""
+def run_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Any]]:
+    """What each rank sampled in each case; all cases have so many ranks."""
     store, port = open_store(ADDRESS)
     text = json.dumps([asdict(case) for case in cases])
     ranks = [
@@ -63,7 +63,7 @@ def run_in_two(cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
     try:
         for process in ranks:
@@ -71,13 +71,13 @@ def run_in_two(cases: Sequence[Case]) -> tuple[list[Any], list[Any]]:
             process.stdin.write(text)
             process.stdin.close()
         outputs = [json.load(process.stdout) for process in ranks if process.stdout is not None]
-        assert [process.wait() for process in ranks] == [0, 0]
+        assert [process.wait() for process in ranks] == [0] * num_ranks
     finally:
         for process in ranks:
             process.kill()
             process.wait()
         del store
-    return outputs[0], outputs[1]
+    return outputs
 
 
 def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:

@@ -1,0 +1,246 @@
+"""Loads what one process holds of a model: its weights, its KV memory, what executes its steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from gpu_worker import memory, rates
+from gpu_worker.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.executor import Decoder, Executor
+from gpu_worker.json_fields import ModelError
+from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.lower_tiers import LowerTiers, open_lower_tiers
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_source import open_model
+from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.parallel.group import Member
+from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.step import Limits
+from gpu_worker.structured_output import StructuredOutput
+
+_GIB = 1024**3
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """As `WorkerInfo` has them; 0: not measured."""
+
+    swap_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """A process's part of a model, and what there is to know of the whole."""
+
+    executor: Executor
+    device: torch.device
+    num_threads: int
+    tiers: LowerTiers
+    has_structured_output: bool
+    limits: Limits
+    """The same in every process."""
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    block_bytes: int
+    """Of a block's parts together."""
+    rates: Rates
+    """Of all processes together."""
+
+
+def load_part(
+    member: Member,
+    report: Callable[[str, float | None], None],
+    meet: Callable[[Place, torch.device], Ranks | None],
+) -> ModelPart:
+    """Load a process's part of the model. If there are others, all do this at the same time.
+
+    Args:
+        member: which process it is, and what it was told.
+        report: called with what is being done and how far it is; what it raises ends it.
+        meet: connects the ranks, as soon as this one knows that it can do what is asked of it; None
+            if there are no others.
+
+    Raises:
+        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+    """
+    settings, place = member.settings, member.place
+    device = pick_device(settings.device, member.number)
+    num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    quantization = Quantization(settings.quantization) if settings.quantization else None
+    source = open_model(settings.model, settings.model_class, quantization, place)
+    config, local_config = source.config, source.local_config
+    dtype = pick_dtype(settings.dtype, config, device)
+    dtypes = _kv_dtypes(settings, config, dtype, place)
+    limits = _limits(settings, config, device)
+    ranks = meet(place, device)
+    report("loading weights", 0.0)
+    model = source.load(dtype, device, lambda done: report("loading weights", done), ranks)
+    report("making room for KV", None)
+    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
+    num_blocks = _num_blocks(settings, model, local_config, limits, dtypes, device, ranks)
+    if ranks is not None:
+        num_blocks = int(ranks.least(num_blocks)[0])
+    pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device)
+    eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+    tiers = open_lower_tiers(settings, pool, local_config)
+    num_host_blocks = tiers.num_host_blocks
+    if ranks is not None:
+        num_host_blocks = int(ranks.least(num_host_blocks)[0])
+    limits = replace(
+        limits,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=tiers.num_disk_blocks,
+    )
+    structured = None
+    if place.rank == 0:  # which samples
+        structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
+    executor = Executor(
+        model,
+        pool,
+        limits,
+        eos_token_ids,
+        device,
+        host_pool=tiers.host_pool,
+        disk_pool=tiers.disk_pool,
+        structured=structured,
+        ranks=ranks,
+    )
+    measured = Rates()
+    if num_host_blocks:
+        report("measuring", None)
+        measured = _measure(settings, executor, limits, tiers, pool)
+    if ranks is not None:
+        measured, bytes_per_block = _rates_of_all(measured, bytes_per_block, ranks)
+    return ModelPart(
+        executor=executor,
+        limits=limits,
+        eos_token_ids=eos_token_ids,
+        device=device,
+        dtype=dtype,
+        num_threads=num_threads,
+        block_bytes=bytes_per_block,
+        tiers=tiers,
+        rates=measured,
+        has_structured_output=structured is not None,
+    )
+
+
+def _structured_output(
+    directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+) -> StructuredOutput | None:
+    """None, and a warning that says why, if the model cannot be made to keep to a grammar."""
+    if not eos_token_ids:
+        _log.warning("no structured output: the model has no end-of-sequence token")
+        return None
+    try:
+        return StructuredOutput(directory / "tokenizer.json", vocab_size, eos_token_ids, device)
+    except (OSError, ValueError) as error:
+        _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
+        return None
+
+
+def _measure(
+    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
+) -> Rates:
+    """Measure what can be of this process; there are host blocks."""
+    assert tiers.host_pool is not None
+    swap_bytes_per_s = rates.swap_bytes_per_s(tiers.host_pool, pool)
+    prefill_tokens_per_s = rates.prefill_tokens_per_s(executor, limits)
+    disk_bytes_per_s = 0.0
+    if tiers.disk_pool is not None:
+        try:
+            disk_bytes_per_s = rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        except OSError as error:
+            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
+    return Rates(swap_bytes_per_s, prefill_tokens_per_s, disk_bytes_per_s)
+
+
+def _rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
+    """The rates of all ranks together, and the bytes of a block in all; the slowest one counts.
+
+    There is no disk tier.
+    """
+    total_bytes = ranks.total(block_bytes)[0]
+    blocks_per_s, prefill_tokens_per_s = ranks.least(
+        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
+    )
+    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
+
+
+def _kv_dtypes(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
+) -> KvDtypes:
+    """What the layers that are here store."""
+    skip_layers = settings.kv_skip_layers
+    if skip_layers and max(skip_layers) >= config.num_layers:
+        raise ModelError(
+            f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
+            f"{settings.model_id} are 0 to {config.num_layers - 1}"
+        )
+    layers = place.layers(config.num_layers)
+    local = {layer - layers.start for layer in skip_layers if layer in layers}
+    return kv_dtypes(settings.kv_cache_dtype, local, dtype, len(layers))
+
+
+def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
+    """The limits but for `num_blocks`, which is what they leave room for.
+
+    A CPU is busy with the weights of a 125M model up to some 64 rows; more would only slow each
+    other down. Its 512 tokens, and a GPU's 2048, keep the decodes beside a chunk waiting for tenths
+    of a second at most, and are enough to be bound by arithmetic.
+    """
+    is_gpu = device.type == "cuda"
+    max_model_len = settings.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
+            f"{config.max_model_len}"
+        )
+    default_tokens = 2048 if is_gpu else 512
+    # The one that is set bounds the default of the other.
+    max_num_seqs = settings.max_num_seqs or min(
+        256 if is_gpu else 64, settings.max_num_batched_tokens or default_tokens
+    )
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=(
+            settings.max_num_batched_tokens or max(default_tokens, max_num_seqs)
+        ),
+        num_blocks=0,
+        block_size=settings.block_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _num_blocks(
+    settings: WorkerSettings,
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtypes: KvDtypes,
+    device: torch.device,
+    ranks: Ranks | None,
+) -> int:
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if settings.kv_cache_memory_gb is not None:
+        num_bytes = int(settings.kv_cache_memory_gb * _GIB)
+    elif device.type == "cuda":
+        num_bytes = memory.free_gpu_kv_bytes(
+            model, config, limits, dtypes, device, settings.gpu_memory_utilization, ranks
+        )
+    else:
+        num_bytes = memory.free_cpu_kv_bytes()
+    return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtypes))
