@@ -80,7 +80,7 @@ class _File:
         return tuple(self._handle.get_slice(name).get_shape())
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        if not piece.where:
+        if piece.piece_shape == piece.shape:  # mapped, not copied
             whole: torch.Tensor = self._handle.get_tensor(piece.name)
             return whole
         part: torch.Tensor = self._handle.get_slice(piece.name)[piece.where]
