@@ -11,7 +11,12 @@ from enum import IntEnum
 from typing import Final
 
 _HEADER: Final = struct.Struct("<BI")
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 10,  # seconds
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 25_000,  # milliseconds; of what was sent and is not acknowledged
+}
 """A machine that is gone without a word is missed after 25 s."""
 
 

@@ -141,7 +141,12 @@ def main() -> None:
         case = Case(**values)
         place = Place(rank, case.tensor_size, case.pipeline_size)
         ranks = Ranks(place, PrefixStore(str(number), store), torch.device("cpu"))
-        results.append(run(case, place, ranks))
+        told = {
+            "least": ranks.least(rank + 3, -rank),
+            "total": ranks.total(rank, 0.5),
+            "any_has": ranks.any_has(np.array([rank == 0, rank == 1, False])).tolist(),
+        }
+        results.append(run(case, place, ranks) | told)
         destroy_process_group()
     json.dump(results, sys.stdout)
 

@@ -49,6 +49,13 @@ def test_log_probabilities_are_those_of_one(results, sizes):
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
 
 
+def test_all_ranks_learn_what_any_of_them_has(results):
+    for rank in results["llama", TENSOR][1:]:
+        assert rank["least"] == [3, -1]
+        assert rank["total"] == [1, 1]
+        assert rank["any_has"] == [True, True, False]
+
+
 def test_a_rank_holds_its_share_of_the_kv(results):
     alone, rank_0, _ = results["llama", TENSOR]
     assert rank_0["block_bytes"] * 2 == alone["block_bytes"]
