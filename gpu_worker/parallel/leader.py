@@ -25,6 +25,7 @@ from gpu_worker.settings import WorkerSettings
 _HELLO_S = 5.0
 """What connects says so soon who it is, or is no rank."""
 _LOOK_S = 0.2
+_SAY_S = 1.0
 
 _log = structlog.get_logger()
 
@@ -52,6 +53,7 @@ class Leader:
         self._links: dict[int, Link] = {}
         self._is_closing = False
         self._lock = threading.RLock()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._local = LocalRanks(self.member)
 
     def gather(self, report: Callable[[str, float | None], None], welcome: dict[str, int]) -> None:
@@ -76,7 +78,7 @@ class Leader:
             self._meet(Link(connected))
         for link in self._links.values():
             link.send(Frame(Kind.WELCOME, json.dumps(welcome).encode()))
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self._watcher.start()
 
     def tell(self, frame: Frame) -> None:
         """Let all ranks do something, in the order of the calls; waits for none of them."""
@@ -99,7 +101,9 @@ class Leader:
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process, and with it the group."""
+        """End this process, and with it the group; once they have been gathered."""
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(_SAY_S)  # if a rank is lost, that is why, and it says so
         with self._lock:  # never while `close` ends it as it should
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")
