@@ -287,8 +287,9 @@ def _read(executor: AnyExecutor, block_ids: Int32Array) -> bytes:
 
 
 def _write(executor: AnyExecutor, block_ids: Int32Array, content: bytes) -> None:
+    host_pool = _host_pool(executor)
     executor.labels.host.take(block_ids)
-    _host_pool(executor).write(block_ids, content)
+    host_pool.write(block_ids, content)
 
 
 def _host_pool(executor: AnyExecutor) -> HostPool:

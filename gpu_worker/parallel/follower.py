@@ -66,6 +66,8 @@ class Follower:
                 case Kind.RESET:
                     pending.clear()
                     executor.reset()
+                case Kind.DISTRUST:
+                    executor.distrust()
                 case _:
                     raise AssertionError(f"rank 0 has sent {frame.kind!r}")
 

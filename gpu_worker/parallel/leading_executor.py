@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from gpu_worker.block_labels import BlockLabels
 from gpu_worker.executor import Executor, LaunchedStep
+from gpu_worker.holdings import Holdings
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
 from gpu_worker.rows import Rows
@@ -32,6 +34,11 @@ class LeadingExecutor:
         return self._executor.rows
 
     @property
+    def labels(self) -> BlockLabels:
+        """Rank 0's; the others' are the same."""
+        return self._executor.labels
+
+    @property
     def host_pool(self) -> None:
         """None to read or write: each rank has its part of a block."""
         return
@@ -50,11 +57,17 @@ class LeadingExecutor:
         self._leader.tell(Frame(Kind.COLLECT))
         return output
 
-    def reset(self) -> None:
+    def reset(self) -> Holdings:
         """See `Executor.reset`."""
         self._leader.tell(Frame(Kind.RESET))
         with self._together():
-            self._executor.reset()
+            return self._executor.reset()
+
+    def distrust(self) -> None:
+        """See `Executor.distrust`."""
+        self._leader.tell(Frame(Kind.DISTRUST))
+        with self._together():
+            self._executor.distrust()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     """Collect the oldest launched step."""
     RESET = 5
     """Collect nothing more; forget all sequences."""
+    DISTRUST = 7
+    """Forget all there is: a step has failed."""
     CLOSE = 6
     """End: rank 0 has."""
     FAILED = 7
