@@ -11,6 +11,7 @@ from kernels.cpu.build import SHIPPED, BuildError, build
 
 def main() -> None:
     """Compile, and print where to."""
+    SHIPPED.mkdir(exist_ok=True)  # everybody's, unlike a cache, which is private to its user
     try:
         path = build(SHIPPED)
     except BuildError as error:

@@ -10,6 +10,7 @@ COMMANDS: Final = {
     "up": "start a service on this machine and look after it",
     "down": "stop it",
     "status": "show processes, health and load",
+    "probe": "ask one process whether it is ready",
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
     "generate": "continue a prompt, streaming",

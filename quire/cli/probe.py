@@ -1,11 +1,15 @@
-"""Asks a process, over HTTP, whether it is ready."""
+"""`quire probe`, and what else asks a process over HTTP whether it is ready."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import aiohttp
+
+from quire.cli.ports import join, reachable
+from quire.cli.settings import ProbeSettings
+from rpc.settings import parse_settings
 
 _POLL_S = 0.1
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
@@ -24,6 +28,20 @@ class Readiness:
 
 STARTING = Readiness(ready=False, status="starting")
 """Of a process that does not listen yet."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire probe`; give the exit code: 0 if the process is ready."""
+    settings = parse_settings(ProbeSettings, "quire probe", argv)
+    address = join(reachable(settings.host), settings.http_port)
+    answer = asyncio.run(_probe_once(address, tls=settings.tls_cert is not None))
+    print(f"{address}: {'does not answer' if answer is None else answer.status}")
+    return 0 if answer is not None and answer.ready else 1
+
+
+async def _probe_once(address: str, *, tls: bool) -> Readiness | None:
+    async with aiohttp.ClientSession() as session:
+        return await probe(session, address, tls=tls)
 
 
 async def probe(
