@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test clients-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -23,6 +23,11 @@ up: setup
 test: setup lint
 	$(BIN)/pytest
 
+# Builds the images and runs compose.yaml on this machine's Docker engine. BASE_IMAGE, PIP_CONFIG_FILE
+# and TORCH choose what they are built from (docs/deploy-docker.md).
+compose-test: setup
+	$(BIN)/python -m tests.compose.engine
+	$(BIN)/pytest -m docker tests/compose
 # Clients in other languages, against a live service; what has no toolchain here is skipped by name.
 clients-test: setup
 	clients/toolchains.sh
