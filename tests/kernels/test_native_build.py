@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import ops, reference
+from kernels.cpu import __main__ as program
 from kernels.cpu import activation, attention, build, library, linear, norm, rotary, store
 
 needs_compiler = pytest.mark.skipif(
@@ -80,6 +81,16 @@ def test_what_is_shipped_needs_no_compiler(monkeypatch, tmp_path):
     path = build.build(build.SHIPPED)
     monkeypatch.setattr(build, "_COMPILERS", ())
     assert build.find_or_build(tmp_path / "cache") == path
+
+
+@needs_compiler
+def test_what_is_shipped_is_everybody_s_to_read(monkeypatch, tmp_path):
+    small_library(monkeypatch, tmp_path)
+    monkeypatch.setattr(program, "SHIPPED", build.SHIPPED)
+    program.main()
+    (path,) = build.SHIPPED.iterdir()
+    assert build.SHIPPED.stat().st_mode & 0o005 == 0o005
+    assert path.stat().st_mode & 0o004
 
 
 def build_into(queue, sources, cache):
