@@ -97,6 +97,14 @@ def test_build_arguments_exist_in_the_dockerfile():
         assert set(service.get("build", {}).get("args", ())) <= declared
 
 
+def test_torch_is_the_one_that_make_installs():
+    makefile = (ROOT / "Makefile").read_text()
+    (torch,) = re.findall(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)
+    assert f"ARG TORCH={torch}\n" in DOCKERFILE
+    for service in (SERVICES["worker"], GPU["services"]["worker"]):
+        assert _default(service["build"]["args"]["TORCH"]) == torch
+
+
 def test_files_copied_into_an_image_exist_and_are_let_through():
     let_through = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text()
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
