@@ -28,6 +28,7 @@ test: setup lint
 compose-test: setup
 	$(BIN)/python -m tests.compose.engine
 	$(BIN)/pytest -m docker tests/compose
+
 # Clients in other languages, against a live service; what has no toolchain here is skipped by name.
 clients-test: setup
 	clients/toolchains.sh
