@@ -12,7 +12,7 @@ SERVICES = ("router", "scheduler", "worker")
 
 _BUILD_S = 3600
 _HEALTHY_S = 300
-_ENGINE_S = 60
+_ENGINE_S = 120
 _KILL = "import os, sys; os.kill(int(sys.argv[1]), 9)"
 
 
