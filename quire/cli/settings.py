@@ -268,21 +268,6 @@ class StatusSettings(RouterClientSettings):
     """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
 
 
-class ProbeSettings(_CommandSettings):
-    """Ask one process whether it is ready, as a container's health check does. Exits with 0 if so.
-
-    It takes the variables that tell the process where to listen.
-    """
-
-    host: str = "127.0.0.1"
-    """Where the process listens."""
-    http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """The port of its HTTP; default: a router's."""
-    tls_cert: Path | None = None
-    """File of the certificate that the process shows, which is not read: if there is one, HTTP is
-    in TLS."""
-
-
 class DefragmentSettings(LinkSettings):
     """Move the KV blocks that are held together, at each worker, while it goes on working."""
 
@@ -328,6 +313,21 @@ class _CommandSettings(BaseSettings):
         env_ignore_empty=True,
         use_attribute_docstrings=True,
     )
+
+
+class ProbeSettings(_CommandSettings):
+    """Ask one process whether it is ready, as a container's health check does. Exits with 0 if so.
+
+    It takes the variables that tell the process where to listen.
+    """
+
+    host: str = "127.0.0.1"
+    """Where the process listens."""
+    http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """The port of its HTTP; default: a router's."""
+    tls_cert: Path | None = None
+    """File of the certificate that the process shows, which is not read: if there is one, HTTP is
+    in TLS."""
 
 
 class ReplaySettings(_CommandSettings):

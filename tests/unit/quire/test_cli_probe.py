@@ -1,8 +1,10 @@
 """`quire probe` says whether one process is ready, to a person and by its exit code."""
 
 import asyncio
+import ssl
 
 import pytest
+import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -31,6 +33,20 @@ async def test_process_that_is_ready_is_0(process, host, monkeypatch, capsys):
     health.set_ready()
     assert await _probe(monkeypatch, host, server.port) == 0
     assert capsys.readouterr().out == f"127.0.0.1:{server.port}: ready\n"
+
+
+async def test_process_with_a_certificate_is_asked_in_tls(monkeypatch, tmp_path, capsys):
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("quire.test").configure_cert(context)
+    health = Health()
+    health.set_ready()
+    server = TestServer(web.Application(middlewares=[probes(health)]), scheme="https")
+    await server.start_server(ssl=context)
+    monkeypatch.setenv("QUIRE_TLS_CERT", str(tmp_path / "only its name is looked at"))
+    assert await _probe(monkeypatch, "127.0.0.1", server.port) == 0
+    assert "ready" in capsys.readouterr().out
+    await server.close()
 
 
 async def test_process_that_is_not_ready_is_1_with_its_reason(process, monkeypatch, capsys):
