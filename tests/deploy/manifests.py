@@ -52,7 +52,9 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
         if manifest["kind"] in ("Deployment", "StatefulSet"):
             found[manifest["metadata"]["name"]] = spec["template"]
         elif manifest["kind"] == "LeaderWorkerSet":
-            found[manifest["metadata"]["name"]] = spec["leaderWorkerTemplate"]["workerTemplate"]
+            group = spec["leaderWorkerTemplate"]
+            found[f"{manifest['metadata']['name']} leader"] = group["leaderTemplate"]
+            found[f"{manifest['metadata']['name']} other"] = group["workerTemplate"]
     return found
 
 
