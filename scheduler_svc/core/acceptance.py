@@ -61,7 +61,11 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
 
 
 def check_deadline(
-    request: Request, now: float, rates: Rates, count_cached_tokens: Callable[[], int]
+    request: Request,
+    now: float,
+    rates: Rates,
+    config: SchedulerConfig,
+    count_cached_tokens: Callable[[Request], int],
 ) -> None:
     """Check that a request could meet its deadline, if it has one, if it ran now and alone.
 
@@ -69,6 +73,7 @@ def check_deadline(
         request: The request.
         now: On the clock of its deadline.
         rates: The worker's.
+        config: The worker's: how many tokens a step may bring.
         count_cached_tokens: Returns how many of the prompt's tokens need not be computed; called
             only if the answer depends on it.
 
@@ -80,10 +85,11 @@ def check_deadline(
     left_s = request.deadline - now
     if left_s <= 0:
         raise DeadlineError(f"the deadline passed {-left_s:.3f} s ago")
-    num_tokens, num_steps = len(request.prompt_token_ids), max(1, request.min_tokens)
+    num_tokens = len(request.prompt_token_ids)
+    num_steps = max(1, -(-request.min_tokens // (config.num_draft_tokens + 1)))
     if _can_do(rates, num_tokens, num_steps, left_s):
         return
-    num_tokens -= count_cached_tokens()
+    num_tokens -= count_cached_tokens(request)
     if not _can_do(rates, num_tokens, num_steps, left_s):
         raise DeadlineError(
             f"the deadline is in {left_s:.3f} s and cannot be met: {num_tokens} prompt tokens at "

@@ -31,6 +31,9 @@ class SchedulerConfig:
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
     """Most tokens of one sequence."""
+    num_draft_tokens: int = 0
+    """Most tokens that the worker guesses and verifies for a sequence beside its next one, so that
+    a step may bring it one more than that; less than `block_size`."""
     max_waiting: int = 1024
     """Most sequences that may wait."""
     enable_prefix_caching: bool = True
@@ -100,6 +103,11 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.num_draft_tokens < self.block_size:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 0 and less"
+                f" than block_size, {self.block_size}"
+            )
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             raise ValueError(
                 f"max_prefill_chunk is {self.max_prefill_chunk}; it must be at least 1"

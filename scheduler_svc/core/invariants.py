@@ -106,7 +106,8 @@ def check(core: Scheduler) -> None:
     next_step = core._steps.last + 1  # noqa: SLF001
     decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
     _expect(
-        core._running.num_decoding == sum((s.last_step or 0) >= next_step for s in decoding),  # noqa: SLF001
+        core._running.num_decoding  # noqa: SLF001
+        == sum(s.last_step is None or s.last_step >= next_step for s in decoding),
         "the decoding sequences are miscounted",
     )
     _expect(

@@ -15,8 +15,10 @@ class Rows:
     are ignored, and it is not free.
     """
 
-    def __init__(self, max_num_seqs: int, max_len: int) -> None:
+    def __init__(self, max_num_seqs: int, max_len: int, num_draft_tokens: int = 0) -> None:
+        """A step brings a row at most `num_draft_tokens` + 1 tokens."""
         self.max_num_seqs = max_num_seqs
+        self._may_repeat = num_draft_tokens > 0
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(reversed(range(max_num_seqs)))
         # calloc'd: pages that no sequence reaches are never touched
@@ -64,6 +66,11 @@ class Rows:
         """Return the sequence that owns the row."""
         return self._owner[row]
 
+    @property
+    def num_tokens_by_row(self) -> Int32Array:
+        """int32[max_num_seqs], not to be changed: how many known tokens each row has."""
+        return self._num_tokens
+
     def num_tokens(self, row: int) -> int:
         """Return the number of known tokens."""
         return int(self._num_tokens[row])
@@ -88,11 +95,20 @@ class Rows:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
         """Append one token to each of the distinct `rows` that has an owner.
 
+        With draft tokens a row may be there several times, in a run.
+
         Returns:
             Sources, sequence keys, token ids, and indices into `rows`, of those that have an owner.
         """
         index = np.flatnonzero(self._alive[rows]).astype(np.int32)
         live, tokens = rows[index], token_ids[index]
-        self._tokens[live, self._num_tokens[live]] = tokens
-        self._num_tokens[live] += 1
+        if self._may_repeat:
+            starts = np.flatnonzero(np.diff(live, prepend=-1))  # of the runs
+            counts = np.diff(starts, append=len(live))
+            offsets = np.arange(len(live)) - np.repeat(starts, counts)
+            self._tokens[live, self._num_tokens[live] + offsets] = tokens
+            self._num_tokens[live[starts]] += counts
+        else:
+            self._tokens[live, self._num_tokens[live]] = tokens
+            self._num_tokens[live] += 1
         return self._source[live], self._seq_key[live], tokens, index

@@ -9,6 +9,8 @@ import numpy as np
 from scheduler_svc.core.block_hash import extend_chain, next_hash, root_hash, tail_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.decodes import Decodes, SteadyDecodes
+from scheduler_svc.core.drafted_decodes import DraftedDecodes
 from scheduler_svc.core.holdings import identity
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import FoundKv
@@ -19,7 +21,6 @@ from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.step_wheel import StepWheel
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
@@ -44,9 +45,11 @@ class RunningSet:
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # by order
-        self._num_decoding = 0
-        self._needs_block = StepWheel()
-        self._ends = StepWheel()
+        self._decodes: Decodes = (
+            DraftedDecodes(config, rows, steps)
+            if config.num_draft_tokens
+            else SteadyDecodes(config, steps)
+        )
         self._released_rows: list[int] = []  # the worker does not know yet
 
     def __len__(self) -> int:
@@ -66,8 +69,8 @@ class RunningSet:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that compute one token each in the next step."""
-        return self._num_decoding
+        """Sequences that compute their last token in the next step, without being named."""
+        return self._decodes.num_next
 
     @property
     def prefilling(self) -> tuple[Sequence, ...]:
@@ -85,7 +88,7 @@ class RunningSet:
 
     def num_blocks_due(self, step: StepId) -> int:
         """Return how many blocks the decoding sequences need at `step`."""
-        return self._needs_block.num_due(step)
+        return self._decodes.num_due(step)
 
     def last(self, rank: Callable[[Sequence], Rank]) -> Sequence:
         """Return the running sequence of the greatest rank."""
@@ -181,23 +184,25 @@ class RunningSet:
         if seq.num_computed_tokens < num_known:
             return False
         self._prefilling.remove(seq)
-        self._start_decoding(seq, draft.step_id)
+        seq.move(SeqStatus.DECODE)
+        self._decodes.start(seq, draft.step_id)
         return True
 
     def grow_tables(self, draft: PlanDraft) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
-        due = self._needs_block.pop(draft.step_id)
+        due = self._decodes.take_due(draft.step_id)
         if not due:
             return
         draft.appended_blocks = self._pool.allocate(len(due))
         draft.appended_rows = [seq.row for seq in due if seq.row is not None]
-        if self._config.enable_prefix_caching:
+        if self._config.num_draft_tokens:  # the last block may not be full yet
+            for seq in due:
+                self._publish(seq, self.num_computed_tokens(seq))
+        elif self._config.enable_prefix_caching:
             self._publish_last_blocks(due, draft.appended_rows)
-        next_step = StepId(draft.step_id + self._config.block_size)
         for seq, block in zip(due, draft.appended_blocks, strict=True):
             seq.block_ids.append(block)
-            self._file_next_block(seq, next_step)
 
     def evict_ahead(self, step: StepId) -> None:
         """Have blank blocks for what grows in the two steps after `step`.
@@ -205,8 +210,7 @@ class RunningSet:
         They may be steps that swap in, in which what is evicted is lost, and with it all that
         continues it; now it is demoted.
         """
-        due = self._needs_block.num_due
-        num_lacking = due(StepId(step + 1)) + due(StepId(step + 2)) - self._pool.num_blank
+        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_blank
         if num_lacking <= 0:
             return
         num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
@@ -218,13 +222,13 @@ class RunningSet:
         self._tier.send(draft)
         self._steps.send(draft.step_id)
         self._steps.hold(draft.copied)
-        self._num_decoding -= self._ends.num_due(draft.step_id)
+        self._decodes.send(draft.step_id)
         released, self._released_rows = self._released_rows, []
         return draft.finish(released, self._labels.take())
 
     def pop_ended(self, step: StepId) -> list[Sequence]:
         """Take out the sequences whose last token `step` sampled; they still run."""
-        return self._ends.pop(step)
+        return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
         """Note that a step with swap-ins is answered.
@@ -264,12 +268,8 @@ class RunningSet:
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
-            assert seq.last_step is not None
             self._publish(seq, self._rows.num_tokens(seq.row) - 1)
-            self._num_decoding -= seq.last_step > self._steps.last
-            self._ends.discard(seq.last_step, seq)
-            if seq.next_block_step is not None:
-                self._needs_block.discard(seq.next_block_step, seq)
+            self._decodes.stop(seq)
         else:
             self._prefilling.remove(seq)
         if seq.loading_block_ids:
@@ -339,23 +339,6 @@ class RunningSet:
             draft.copy(seq.copy_from, seq.block_ids[-1])
             draft.copied.append(seq.copy_from)
             seq.copy_from = None
-
-    def _start_decoding(self, seq: Sequence, step: StepId) -> None:
-        """File a sequence, whose last known token `step` computes, under what is due when."""
-        num_known = len(seq.token_ids)
-        seq.move(SeqStatus.DECODE)
-        seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
-        self._ends.add(seq.last_step, seq)
-        self._num_decoding += 1
-        # Step `step + i` computes position `num_known + i - 1`.
-        num_slots = len(seq.block_ids) * self._config.block_size
-        self._file_next_block(seq, StepId(step + 1 + num_slots - num_known))
-
-    def _file_next_block(self, seq: Sequence, step: StepId) -> None:
-        assert seq.last_step is not None
-        seq.next_block_step = step if step <= seq.last_step else None
-        if seq.next_block_step is not None:
-            self._needs_block.add(step, seq)
 
     def _publish_last_blocks(self, seqs: list[Sequence], rows: list[int]) -> None:
         """Make the last block of each table findable; it is full.

@@ -54,7 +54,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction, labels)
         self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
-        self._rows = Rows(config.max_num_seqs, self.max_request_len)
+        self._rows = Rows(config.max_num_seqs, self.max_request_len, config.num_draft_tokens)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
@@ -97,7 +97,7 @@ class Scheduler:
         Raises:
             DeadlineError: It could not, even if nothing else ran.
         """
-        check_deadline(request, now, rates, lambda: self._lookup.num_cached_tokens(request))
+        check_deadline(request, now, rates, self.config, self._lookup.num_cached_tokens)
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """End sequences early; keys that are not live are ignored. A search ends as a whole.

@@ -144,9 +144,11 @@ class Sequence:
     """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
     own is published meanwhile."""
     next_block_step: StepId | None = None
-    """In DECODE: the step at which its table must grow; None: not before it ends."""
+    """In DECODE: the step at which its table must grow; None: not before it ends, or what is
+    drafted decides."""
     last_step: StepId | None = None
-    """In DECODE: the step that samples its last token, unless a stop token comes first."""
+    """In DECODE: the step that samples its last token, unless a stop token comes first; None: what
+    is drafted decides."""
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences of its request that fork from it when its prompt is computed."""
     group: "BeamGroup | None" = None

@@ -28,6 +28,11 @@ class StepsInFlight:
         return len(self._unanswered)
 
     @property
+    def last_answered(self) -> StepId:
+        """The last step answered; 0 before any."""
+        return StepId(self.last - len(self._unanswered))
+
+    @property
     def held_blocks(self) -> list[DeviceBlockId]:
         """The blocks held, each as often as it is held."""
         return [block for _, blocks, _ in self._held for block in blocks]

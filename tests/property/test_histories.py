@@ -56,6 +56,7 @@ def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool, has_search
         pinned_share=draw.choice([0.25, 0.5, 1.0]),
         defragment_s=draw.choice([0, 0, 1, 5]),
         max_moves=draw.randint(1, 4),
+        num_draft_tokens=draw.choice([0, 0, 1, 3]),
     )
 
 

@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned_share=st.sampled_from([0.25, 1.0]),
         defragment_s=st.integers(0, 2),
         max_moves=st.integers(1, 4),
+        num_draft_tokens=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
         self,
@@ -88,11 +89,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         pinned_share,
         defragment_s,
         max_moves,
+        num_draft_tokens,
     ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
+            num_draft_tokens=min(num_draft_tokens, block_size - 1),
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_model_len=24,
             max_waiting=8,

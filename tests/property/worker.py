@@ -22,6 +22,7 @@ from tests.property.oracle import Context, next_token, slot_content, stops
 ARRIVING: Context = ("arriving",)  # a swap-in is under way: not to be read or written
 VOID: Context = ("void",)  # computed from what a failed swap-in left; nothing tells the worker
 VOID_TOKEN = 7  # what is sampled from it: it must reach nobody
+WRONG: Context = ("wrong guess",)  # what a guess leaves behind that was not the next token
 SEARCH = b"search "  # what the sampling of a beam begins with: a salt follows, as for others
 
 
@@ -35,9 +36,12 @@ class Row:
     is_beam: bool = False  # then no token ends it, and it reports candidates
     ended: bool = False
     is_void: bool = False
+    num_told: int = 0  # tokens that the scheduler knows of
 
-    def decodes(self) -> bool:
+    def decodes(self, *, drafts: bool) -> bool:
         started = self.computed >= len(self.new.token_ids)
+        if drafts:  # then it counts until it is released, if it ever did
+            return started and len(self.new.token_ids) + 1 < self.new.max_total_tokens
         return started and len(self.tokens) < self.new.max_total_tokens
 
     def content(self, position: int) -> Context:
@@ -123,7 +127,9 @@ class FakeWorker:
             assert new.num_computed_tokens < len(tokens)
             salt = new.sampling.removeprefix(SEARCH).decode()  # the tests carry it there
             is_beam = new.sampling.startswith(SEARCH)
-            self.rows[new.row] = Row(new, salt, tokens, blocks, new.num_computed_tokens, is_beam)
+            row = Row(new, salt, tokens, blocks, new.num_computed_tokens, is_beam)
+            row.num_told = len(tokens)
+            self.rows[new.row] = row
         for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
             self.rows[r].blocks.append(block)
         self._rename(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
@@ -140,15 +146,37 @@ class FakeWorker:
 
     def _work(self, plan: StepPlan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
-        decoding = {r: 1 for r, row in self.rows.items() if row.decodes()}
+        drafts = self.config.num_draft_tokens > 0
+        decoding = {r: 1 for r, row in self.rows.items() if row.decodes(drafts=drafts)}
         assert len(decoding) == plan.num_decodes, "scheduler and worker count decodes differently"
         chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
         assert len(chunks) == len(plan.chunk_rows), "a row is named twice"
         assert not decoding.keys() & chunks.keys()
         num_scheduled = len(decoding) + sum(chunks.values())
         assert plan.num_scheduled_tokens == num_scheduled <= self.config.max_num_batched_tokens
-        decoding = {r: 1 for r in decoding if not self.rows[r].ended}
+        decoding = {r: 1 + self._guess(self.rows[r]) for r in decoding if not self.rows[r].ended}
         return {self.rows[r]: count for r, count in (decoding | chunks).items()}
+
+    def _guess(self, row: Row) -> int:
+        """Guess next tokens, as far as there is room; return how many are right, and known now.
+
+        The others leave something in the slots behind them.
+        """
+        num_left = row.new.max_total_tokens - 1 - len(row.tokens)
+        num_slots = len(row.blocks) * self.config.block_size
+        num_guesses = min(self.config.num_draft_tokens, num_left, num_slots - len(row.tokens))
+        assert num_guesses >= 0, "a row has no room for one token"
+        luck = crc32(repr(row.content(row.computed)).encode()) // 4
+        num_right = min(num_guesses, luck % (self.config.num_draft_tokens + 1))
+        start = len(row.tokens)
+        for slot in self._slots(row, start, start + num_guesses):
+            self.slots[slot] = WRONG
+        for done in range(num_right):
+            row.tokens.append(next_token(row.new.output_index, row.content(len(row.tokens) - 1)))
+            if stops(row.content(len(row.tokens) - 1)):
+                row.ended = True
+                return done + 1
+        return num_right
 
     # --- labels ---------------------------------------------------------------------------------
 
@@ -163,7 +191,7 @@ class FakeWorker:
         size, content = self.config.block_size, self.slots[self._block(block)]
         for end in range(size, 0, -1):
             last = content[end - 1]
-            if last is None or (len(last) - 1) % size != end % size:
+            if last in (None, WRONG) or (len(last) - 1) % size != end % size:
                 continue
             salt, *tokens = last
             chain, ids = [], np.array(tokens, np.int32)
@@ -254,18 +282,21 @@ class FakeWorker:
     def _sample(self, plan: StepPlan, work: Mapping[Row, int], failed: list[int]) -> StepOutcome:
         sampled, tokens, stopped, beams = [], [], [], []
         for row in work:
-            if row.computed == len(row.tokens):
+            if row.computed == len(row.tokens) and not row.ended:
                 last = row.content(row.computed - 1)
-                token = VOID_TOKEN if row.is_void else next_token(row.new.output_index, last)
-                row.tokens.append(token)
-                sampled.append(row.new.row)
-                tokens.append(token)
+                row.tokens.append(next_token(row.new.output_index, last))
                 if row.is_beam:
                     void = [(VOID_TOKEN, np.float32(0))] * 2
                     beams.append((row.new.row, void if row.is_void else logprobs(last)))
-                elif stops(row.content(row.computed)):
-                    row.ended = True
-                    stopped.append(row.new.row)
+                row.ended = not row.is_beam and stops(row.content(row.computed))
+            told = row.tokens[row.num_told :]
+            sampled += [row.new.row] * len(told)
+            tokens += [VOID_TOKEN] * len(told) if row.is_void else told
+            if row.ended:
+                stopped.append(row.new.row)
+            elif self.config.num_draft_tokens:
+                row.ended = len(row.tokens) == row.new.max_total_tokens
+            row.num_told = len(row.tokens)
         must_report = plan.num_scheduled_tokens == 0  # and may wait for it
         ends = self.disk.end(at_least=int(must_report))
         return StepOutcome(

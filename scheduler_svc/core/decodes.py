@@ -1,0 +1,105 @@
+"""The sequences that decode: when each needs a block, and when it has reached its length.
+
+A sequence that gains one token in every step is filed under the steps at which that will be so, and
+not looked at before. If a step may bring several tokens it is another class, `DraftedDecodes`.
+"""
+
+from typing import Protocol
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step_wheel import StepWheel
+from scheduler_svc.core.steps_in_flight import StepsInFlight
+
+
+class Decodes(Protocol):
+    """What `RunningSet` asks of those that decode."""
+
+    @property
+    def num_next(self) -> int:
+        """How many compute in the next step."""
+
+    def start(self, seq: Sequence, step: StepId) -> None:
+        """Let `seq`, whose last known token `step` computes, decode from then on."""
+
+    def stop(self, seq: Sequence) -> None:
+        """Forget a sequence, which still has its row."""
+
+    def num_due(self, step: StepId) -> int:
+        """Return how many need a block at `step`."""
+
+    def num_due_soon(self, step: StepId) -> int:
+        """Return how many blocks the two steps after `step` may need beyond that."""
+
+    def take_due(self, step: StepId) -> list[Sequence]:
+        """Return those that need a block at `step`, which each of them gets."""
+
+    def send(self, step: StepId) -> None:
+        """Note that `step` goes out."""
+
+    def take_ended(self, step: StepId) -> list[Sequence]:
+        """Return those that have their last token, now that the result of `step` is applied."""
+
+
+class SteadyDecodes:
+    """Sequences that gain one token in every step."""
+
+    def __init__(self, config: SchedulerConfig, steps: StepsInFlight) -> None:
+        self._block_size = config.block_size
+        self._steps = steps
+        self._num_next = 0
+        self._needs_block = StepWheel()
+        self._ends = StepWheel()
+
+    @property
+    def num_next(self) -> int:
+        """How many compute in the next step."""
+        return self._num_next
+
+    def start(self, seq: Sequence, step: StepId) -> None:
+        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        num_known = len(seq.token_ids)
+        seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
+        self._ends.add(seq.last_step, seq)
+        self._num_next += 1
+        # Step `step + i` computes position `num_known + i - 1`.
+        num_slots = len(seq.block_ids) * self._block_size
+        self._file_next_block(seq, StepId(step + 1 + num_slots - num_known))
+
+    def stop(self, seq: Sequence) -> None:
+        """Forget a sequence, which still has its row."""
+        assert seq.last_step is not None
+        self._num_next -= seq.last_step > self._steps.last
+        self._ends.discard(seq.last_step, seq)
+        if seq.next_block_step is not None:
+            self._needs_block.discard(seq.next_block_step, seq)
+
+    def num_due(self, step: StepId) -> int:
+        """Return how many need a block at `step`."""
+        return self._needs_block.num_due(step)
+
+    def num_due_soon(self, step: StepId) -> int:
+        """Return how many blocks the two steps after `step` need."""
+        return self.num_due(StepId(step + 1)) + self.num_due(StepId(step + 2))
+
+    def take_due(self, step: StepId) -> list[Sequence]:
+        """Return those that need a block at `step`, which each of them gets."""
+        due = self._needs_block.pop(step)
+        for seq in due:
+            self._file_next_block(seq, StepId(step + self._block_size))
+        return due
+
+    def send(self, step: StepId) -> None:
+        """Note that `step` goes out."""
+        self._num_next -= self._ends.num_due(step)
+
+    def take_ended(self, step: StepId) -> list[Sequence]:
+        """Return those whose last token `step` sampled."""
+        return self._ends.pop(step)
+
+    def _file_next_block(self, seq: Sequence, step: StepId) -> None:
+        assert seq.last_step is not None
+        seq.next_block_step = step if step <= seq.last_step else None
+        if seq.next_block_step is not None:
+            self._needs_block.add(step, seq)
