@@ -16,6 +16,7 @@ import torch
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
+from gpu_worker.drafter import Drafter
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.input_batch import InputBatch, build_input_batch
@@ -26,6 +27,7 @@ from gpu_worker.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampled, Sampler
 from gpu_worker.sequence_spans import SequenceSpans
+from gpu_worker.speculation import Speculation
 from gpu_worker.step import (
     BoolArray,
     Int32Array,
@@ -106,11 +108,12 @@ class Executor:
         disk_pool: DiskPool | None = None,
         structured: StructuredOutput | None = None,
         ranks: Ranks | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Each of the last four may be None if no step needs it.
+        """Each of the last five may be None if no step needs it.
 
-        They are what swaps, what stores and loads, what masks by grammars, and the other devices of
-        the model, whose executors are called alike.
+        They are what swaps, what stores and loads, what masks by grammars, the other devices of
+        the model, whose executors are called alike, and what guesses, on one device alone.
         """
         self._model = model
         self._pool = pool
@@ -119,18 +122,21 @@ class Executor:
         self._limits = limits
         self._device = device
         self._spans = spans or SequenceSpans()
-        self.rows = Rows(limits)
+        self.rows = Rows(limits, has_guesses=drafter is not None)
         self.labels = BlockLabels(limits)
         self._structured = structured
         self._ranks = ranks
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
+        self._speculation = (
+            None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
+        )
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
 
     @property
     def max_in_flight(self) -> int:
         """How many steps may be launched and not collected."""
-        return 2 if self._device.type == "cuda" else 1
+        return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
         """Prepare the calling thread for all other calls; what it sets is each thread's own."""
@@ -197,7 +203,10 @@ class Executor:
         with timeline.span("change the rows"):
             scheduled = self.rows.apply(step)
             self._change_sequences(step)
-            self.labels.apply(step, self.rows, scheduled)
+        if self._speculation is not None:
+            with timeline.span("draft"):
+                scheduled = self._speculation.extend(step, scheduled)
+        self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
         with timeline.span("move blocks"):
             failed_swap_ins = self._swap(step)
             self.labels.fail_swap_ins(step, failed_swap_ins)
@@ -209,7 +218,11 @@ class Executor:
         if len(scheduled.rows):
             with timeline.span("gather the inputs"):
                 batch = build_input_batch(
-                    self.rows, scheduled, self._last_token_ids, self._limits.block_size
+                    self.rows,
+                    scheduled,
+                    self._last_token_ids,
+                    self._limits.block_size,
+                    is_all_known=self._speculation is not None,
                 )
             with timeline.span("forward"):
                 hidden = self._model.forward(
@@ -237,6 +250,8 @@ class Executor:
         incarnations = scheduled.incarnations[scheduled.sampling]
         # On CUDA a row's end may have become known after this step was launched.
         is_live = ~self.rows.has_ended(rows, incarnations)
+        if self._speculation is not None:
+            is_live &= self._speculation.keep(scheduled, sampled.token_ids, sampled.is_finite)
         is_stuck = np.zeros_like(is_live)
         is_stuck[sampled.stuck] = True
         has_failed = is_live & ~sampled.is_finite
@@ -244,10 +259,12 @@ class Executor:
         has_sampled = is_live & ~has_failed & ~is_stuck
         stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
         ended = stops | has_failed | is_stuck
-        positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
-        num_tokens = positions + has_sampled
+        num_tokens = scheduled.positions + has_sampled
         self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
-        self.rows.store_sampled(rows, incarnations, positions, sampled.token_ids)
+        self.rows.store_sampled(rows, incarnations, scheduled.positions, sampled.token_ids)
+        execute_s = time.monotonic() - launched.start_s
+        if self._speculation is not None:
+            self._speculation.advance(scheduled, has_sampled, execute_s)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
         self._spans.sampled(rows[has_row], time.time())
         if has_failed.any():
@@ -271,7 +288,7 @@ class Executor:
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
             prompt_logprobs=() if launched.prompt_scores is None else launched.prompt_scores.wait(),
             num_computed_tokens=scheduled.num_tokens,
-            execute_s=time.monotonic() - launched.start_s,
+            execute_s=execute_s,
         )
 
     def _end_disk_moves(self, ends: DiskEnds) -> None:
@@ -321,14 +338,14 @@ class Executor:
         """Draw a token for each row that samples; the next step finds it on the device."""
         if batch.logits_indices is not None:
             hidden = hidden.index_select(0, batch.logits_indices)
-        rows = scheduled.rows[scheduled.sampling]
-        positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
+        rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
         num_outputs = positions - self.rows.num_prompt[rows]
         with timeline.span("logits"):
             logits = self._model.logits(hidden)
         with timeline.span("sample"):
             sampled = self._sampler.sample(logits, rows, positions, num_outputs)
-        self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
+        if self._speculation is None:
+            self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
         return sampled
 
 

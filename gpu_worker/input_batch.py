@@ -23,9 +23,10 @@ class InputBatch:
     """int64[T]: of each token in its sequence."""
     metadata: AttentionMetadata
     sampling_rows: torch.Tensor
-    """int64[N]: rows that sample."""
+    """int64[N]: rows that sample, each as often as it does."""
     logits_indices: torch.Tensor | None
-    """int64[N]: their last tokens' places in the batch; None if those are all tokens in order."""
+    """int64[N]: places in the batch of the tokens before the sampled ones; None if those are all
+    tokens in order."""
 
 
 def build_input_batch(
@@ -33,6 +34,8 @@ def build_input_batch(
     scheduled: ScheduledRows,
     last_token_ids: torch.Tensor,
     block_size: int,
+    *,
+    is_all_known: bool = False,
 ) -> InputBatch:
     """Gather a step's inputs; nothing here waits for the device.
 
@@ -41,15 +44,17 @@ def build_input_batch(
         scheduled: what `apply` returned; at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: token slots of one block.
+        is_all_known: whether `rows` has the values of all tokens, and `last_token_ids` is not read.
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
+    num_on_device = 0 if is_all_known else num_decodes
     ends = np.cumsum(lens)  # [S]
     row_of_token = np.repeat(scheduled.rows, lens)  # [T]
     positions = np.arange(ends[-1]) + np.repeat(scheduled.starts - (ends - lens), lens)  # [T]
     blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
     seq_lens = scheduled.starts + lens
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    known = slice(num_decodes, None)
+    known = slice(num_on_device, None)
     (
         positions_t,
         slot_mapping,
@@ -65,9 +70,9 @@ def build_input_batch(
             positions,
             blocks * block_size + positions % block_size,
             rows.token_ids[row_of_token[known], positions[known]].astype(np.int64),
-            scheduled.rows[:num_decodes],
+            scheduled.rows[:num_on_device],
             scheduled.rows[scheduled.sampling],
-            ends[scheduled.sampling] - 1,
+            (ends - seq_lens)[scheduled.sampling] + scheduled.positions - 1,
             rows.block_tables[scheduled.rows, :max_num_blocks],
             seq_lens.astype(np.int32),
             np.concatenate([[0], ends]).astype(np.int32),

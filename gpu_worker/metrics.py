@@ -12,6 +12,17 @@ SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and repo
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")
 ROWS_USED = Gauge("quire_worker_rows_used", "Rows that hold a sequence.")
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
+SPEC_DECODE_DRAFTS = Counter(
+    "quire_worker_spec_decode_num_drafts",
+    "Times that tokens were guessed for a row. A step gives it 1 + accepted / drafts on average.",
+)
+SPEC_DECODE_DRAFT_TOKENS = Counter(
+    "quire_worker_spec_decode_num_draft_tokens", "Tokens that were guessed and verified."
+)
+SPEC_DECODE_ACCEPTED_TOKENS = Counter(
+    "quire_worker_spec_decode_num_accepted_tokens",
+    "Those of them that were right; divided by them it is the acceptance rate.",
+)
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",
     "Blocks stored on, or loaded from, the disk.",

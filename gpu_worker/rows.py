@@ -3,7 +3,8 @@
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
 every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
 (`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
-value of a token.
+value of a token. That is so unless tokens are guessed (`speculation.py`): then `advance` says how many
+a row that decodes has got, before the next step.
 
 Each row's tokens, by position::
 
@@ -33,20 +34,27 @@ from rpc.errors import InvalidArgumentError
 class ScheduledRows:
     """Which rows compute in a step, decodes first, and which of them sample.
 
-    Arrays are int64[S], parallel, unless they say otherwise.
+    Arrays are int64[S], parallel, unless they say otherwise; N tokens are sampled.
     """
 
     rows: Int64Array
-    """The first `num_decodes` ascending, the rest as the batch named them."""
+    """The decodes ascending, then those with guesses, the rest as the batch named them."""
     starts: Int64Array
     """The position of the first token that each computes."""
     lens: Int64Array
     """How many tokens each computes; 1 for the decodes."""
     num_decodes: int
     sampling: Int64Array
-    """Places in `rows` of those that sample: they compute the last of their known tokens."""
+    """int64[N]: places in `rows` of those that sample, ascending: they compute the last of their
+    known tokens. One with guesses is there for each of its tokens."""
+    positions: Int64Array
+    """int64[N]: the index that each sampled token has in its sequence."""
     incarnations: Int64Array
     """Which sequence had the row; see `Rows.incarnation`."""
+    num_drafting: int = 0
+    """Rows that decode with guesses; they follow the `num_decodes` without."""
+    guesses: Int64Array | None = None
+    """int64[N]: what each sampled token was guessed to be, NO_TOKEN if it was not; None: none was."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,8 +65,10 @@ class ScheduledRows:
 class Rows:
     """All rows of a worker. `apply` is called once per step, in order, before the step computes."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, has_guesses: bool = False) -> None:
+        """`has_guesses`: whether `advance` is called for what decodes, after each step."""
         num_rows = limits.max_num_seqs
+        self._has_guesses = has_guesses
         self._limits = limits
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
         """Known tokens, as far as their values have arrived."""
@@ -103,6 +113,15 @@ class Rows:
         self._append_blocks(step.appended_rows, step.appended_block_ids)
         self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
         return self._schedule(step)
+
+    def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
+        """Count the tokens that rows which decode have got in a step, int64[N]; some end by it."""
+        self.num_tokens[rows] += num_tokens
+        self.num_computed[rows] = self.num_tokens[rows] - 1
+        full = rows[self.num_tokens[rows] >= self.max_total[rows]]
+        full = full[~self.has_ended(full, self.incarnation[full])]
+        no_stops = np.zeros(len(full), np.bool_)
+        self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
         """bool[N]: whether each of `rows` is still that sequence's, or was the last to be."""
@@ -247,20 +266,23 @@ class Rows:
         )
 
         # Rows that ended go on in name: the scheduler counts them until it knows and releases them.
-        self.num_computed[decoding] += 1
         self.num_computed[chunk_rows] += chunk_lens
-        done = chunk_rows[chunk_lens == num_left]
-        sampled = np.concatenate([decoding, done])
+        sampled = chunk_rows[chunk_lens == num_left]
+        if not self._has_guesses:
+            self.num_computed[decoding] += 1
+            sampled = np.concatenate([decoding, sampled])
         self.num_tokens[sampled] += 1
         self.is_decoding[sampled] = self.num_tokens[sampled] < self.max_total[sampled]
+        sampling = np.concatenate(
+            [np.arange(len(decodes)), len(decodes) + np.nonzero(chunk_lens == num_left)[0]]
+        )
         return ScheduledRows(
             rows=rows,
             starts=starts,
             lens=lens,
             num_decodes=len(decodes),
-            sampling=np.concatenate(
-                [np.arange(len(decodes)), len(decodes) + np.nonzero(chunk_lens == num_left)[0]]
-            ),
+            sampling=sampling,
+            positions=(starts + lens)[sampling],
             incarnations=self.incarnation[rows],
         )
 

@@ -104,7 +104,8 @@ class Sampler:
 
         Args:
             logits: float32[S, V] on the device; changed.
-            rows: int64[S], each once.
+            rows: int64[S], each once; or several times, at ascending positions, if it has neither
+                penalties nor a grammar.
             positions: int64[S]: the index that the new token will have in its sequence.
             num_outputs: int64[S]: tokens that the sequence has produced so far.
         """

@@ -64,7 +64,7 @@ class SequenceSpans:
                 )
 
     def sampled(self, rows: Int64Array, now_s: float) -> None:
-        """Rows sampled a token each."""
+        """Rows sampled a token each, or as many as they are there."""
         if not self._row_to_traced:
             return
         for row in rows.tolist():

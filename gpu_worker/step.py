@@ -152,10 +152,11 @@ class StepOutput:
 
     step_id: int
     sampled_rows: Int32Array
-    """Rows that sampled a token, parallel to `sampled_token_ids`."""
+    """Rows that sampled a token, parallel to `sampled_token_ids`; several, because of drafts, in a
+    run."""
     sampled_token_ids: Int32Array
     stopped_rows: Int32Array
-    """Those of `sampled_rows` whose token is an end token."""
+    """Those of `sampled_rows` whose last token is an end token."""
     failed_rows: Int32Array
     """Rows that ended because their logits are not finite."""
     logprobs: tuple[TokenLogprob, ...]

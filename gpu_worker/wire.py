@@ -170,6 +170,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         dtype=info.dtype,
         instance_id=info.instance_id,
         takes_kv=info.takes_kv,
+        num_draft_tokens=info.num_draft_tokens,
     )
 
 

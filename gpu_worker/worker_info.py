@@ -44,6 +44,9 @@ class WorkerInfo:
     host_codec: str = "none"
     """How the host holds blocks."""
 
+    num_draft_tokens: int = 0
+    """Most tokens that it guesses for a decoding row in a step; 0: it drafts none."""
+
     takes_kv: bool = True
     """Whether host blocks, if there are any, can be read and written by other workers."""
     instance_id: int = field(default_factory=new_instance_id)

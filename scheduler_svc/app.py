@@ -159,6 +159,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.model.max_model_len,
+        num_draft_tokens=info.num_draft_tokens,
         max_waiting=settings.max_waiting,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,

@@ -48,6 +48,8 @@ class WorkerInfo:
     """Tells this start of this worker from all others; 0: not told."""
     takes_kv: bool = False
     """Whether it can give the contents of its host blocks to other workers, and take theirs."""
+    num_draft_tokens: int = 0
+    """Most tokens that it guesses for a decoding sequence in a step; 0: it drafts none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

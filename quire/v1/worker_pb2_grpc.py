@@ -46,6 +46,12 @@ class WorkerServiceStub(object):
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
     is gone as soon as they are overwritten, or found to be broken.
 
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
+    decoding row's last one, as far as its block table, its length and the step have room, compute them
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
+    no others than without. Only the worker knows how far a row is, before the result tells. So a row
+    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
+
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
     Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
@@ -113,6 +119,12 @@ class WorkerServiceServicer(object):
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
     is gone as soon as they are overwritten, or found to be broken.
+
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
+    decoding row's last one, as far as its block table, its length and the step have room, compute them
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
+    no others than without. Only the worker knows how far a row is, before the result tells. So a row
+    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 
@@ -229,6 +241,12 @@ class WorkerService(object):
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
     is gone as soon as they are overwritten, or found to be broken.
+
+    Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
+    decoding row's last one, as far as its block table, its length and the step have room, compute them
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
+    no others than without. Only the worker knows how far a row is, before the result tells. So a row
+    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
 
     Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
 

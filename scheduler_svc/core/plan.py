@@ -71,9 +71,9 @@ class StepPlan:
     """Rows that compute `chunk_lens` known tokens each."""
     chunk_lens: Int32Array
     num_decodes: int
-    """Rows that decode, one token each, without being named."""
+    """Rows that decode, one token each and its drafts, without being named."""
     num_scheduled_tokens: int
-    """Tokens this step computes in all."""
+    """Tokens this step computes in all, besides drafts."""
     swap_out_src_block_ids: Int32Array = field(default_factory=_no_ints)
     """Device blocks copied to `swap_out_dst_block_ids` before anything else in the step."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=_no_ints)
@@ -104,10 +104,11 @@ class StepOutcome:
 
     step_id: StepId
     sampled_rows: Int32Array
-    """Rows that sampled a token, with `sampled_token_ids`."""
+    """Rows that sampled a token, with `sampled_token_ids`; one with several is there as often, in a
+    run."""
     sampled_token_ids: Int32Array
     stopped_rows: Int32Array
-    """Those of `sampled_rows` whose token ends the sequence."""
+    """Those of `sampled_rows` whose last token ends the sequence."""
     failed_rows: Int32Array
     """Rows that could not sample: their logits are not finite."""
     failed_swap_in_block_ids: Int32Array = field(default_factory=_no_ints)

@@ -69,6 +69,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         dtype=message.dtype,
         instance_id=message.instance_id,
         takes_kv=message.takes_kv,
+        num_draft_tokens=message.num_draft_tokens,
     )
     for field, value, least, most in (
         ("model.max_model_len", info.model.max_model_len, 1, 2**31 - 1),
@@ -109,6 +110,11 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             "worker.max_num_batched_tokens",
             f"is {info.max_num_batched_tokens}; it must be at least max_num_seqs, "
             f"{info.max_num_seqs}",
+        )
+    if info.num_draft_tokens >= info.block_size:
+        raise InvalidArgumentError(
+            "worker.num_draft_tokens",
+            f"is {info.num_draft_tokens}; it must be less than block_size, {info.block_size}",
         )
     if info.takes_kv and not info.instance_id:
         raise InvalidArgumentError(

@@ -1,0 +1,164 @@
+"""Computes guesses with each decoding row's next token, and keeps those that it would have sampled.
+
+A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
+token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens as a short chunk,
+and a token is sampled at each of `[n, n + k]`. The sampling at `n` is what it would be without guesses.
+If it gave what was guessed, the one at `n + 1` saw the right context, and is what it would be in the
+next step, and so on::
+
+    kept      the tokens sampled up to the first that is not what was guessed, or that ends the row
+    dropped   the rest: sampled after tokens that the row does not have
+
+What a wrong guess left in the KV cache is overwritten when the token at its position is computed:
+no row reads a slot past its own known tokens, and the scheduler publishes none.
+
+It is exact for any sampling: a draw is a function of seed, position and logits alone (`draw.py`), so
+the token at a position is the same one whether its context was guessed or not, as far as the logits
+are; how guesses are made does not enter. With draws that were fresh each time, it would take the
+rejection rule of Leviathan et al. (Fast Inference from Transformers via Speculative Decoding, 2023)
+to keep the distribution; here not only the distribution is kept but the output.
+
+Rows whose logits depend on more than their context so far, by penalties or by a grammar, get no
+guesses: what they have counted, or where their grammar is, is known one token at a time.
+"""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from gpu_worker import metrics
+from gpu_worker.draft_lengths import DraftLengths
+from gpu_worker.drafter import Drafter, Guesses
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.sampler import Sampler
+from gpu_worker.sampling_params import NO_TOKEN
+from gpu_worker.step import BoolArray, Int64Array, Limits, StepInput
+
+_MIN_SAMPLES = 64
+"""A step may sample so many tokens, or one for each row if there are more: their logits fit."""
+
+
+class Speculation:
+    """Adds guesses to steps, and judges them. One step at a time: guesses need all tokens before."""
+
+    def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._limits = limits
+        self._rows = rows
+        self._sampler = sampler
+        self._max_samples = max(limits.max_num_seqs, _MIN_SAMPLES)
+        self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
+
+    def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
+        """Add guesses for the rows that decode, as many as are worth it and have room."""
+        self._drafter.prepare(step)
+        self._lengths.open(np.array([new.row for new in step.new_rows], np.int64))
+        decoding = scheduled.rows[: scheduled.num_decodes]
+        most = self._most(decoding, scheduled)
+        (drafting,) = np.nonzero(most)
+        if not len(drafting):
+            return scheduled
+        start_s = time.monotonic()
+        guesses = self._drafter.guess(self._rows, decoding[drafting], most[drafting], self._sampler)
+        num_guessed = np.zeros_like(decoding)
+        num_guessed[drafting] = [len(guess) for guess in guesses]
+        if total := int(num_guessed.sum()):
+            self._lengths.learn_guess_cost(total, time.monotonic() - start_s)
+            self._write(decoding[drafting], guesses)
+            return _with_guesses(scheduled, num_guessed, self._rows)
+        return scheduled
+
+    def keep(
+        self, scheduled: ScheduledRows, token_ids: Int64Array, is_finite: BoolArray
+    ) -> BoolArray:
+        """bool[N]: which of the tokens that a step has sampled, int64[N], its rows get.
+
+        Those that could not be sampled, `is_finite` false, are among them if their row gets no
+        further.
+        """
+        if scheduled.guesses is None:
+            return np.ones(len(token_ids), np.bool_)
+        ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
+        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends
+        # A token is kept if all before it of the same row go on.
+        num_breaks = np.cumsum(~goes_on) - ~goes_on
+        first = np.searchsorted(scheduled.sampling, scheduled.sampling)
+        kept: BoolArray = num_breaks == num_breaks[first]
+        return kept
+
+    def advance(self, scheduled: ScheduledRows, has_sampled: BoolArray, seconds: float) -> None:
+        """Count what the rows that decode have got, and learn from it.
+
+        Args:
+            scheduled: The step.
+            has_sampled: bool[N]: which of the tokens sampled are kept.
+            seconds: What the step took.
+        """
+        num_decoding = scheduled.num_decodes + scheduled.num_drafting
+        rows = scheduled.rows[:num_decoding]
+        num_gained = np.bincount(scheduled.sampling[has_sampled], minlength=num_decoding)
+        num_gained = num_gained[:num_decoding]
+        self._rows.advance(rows, num_gained)
+        num_guessed = scheduled.lens[:num_decoding] - 1
+        num_kept = np.clip(num_gained - 1, 0, None)
+        self._lengths.learn_chances(rows, num_guessed, num_kept)
+        if num_decoding == len(scheduled.rows):
+            self._lengths.learn_cost(scheduled.num_tokens, int(num_gained.sum()), seconds)
+        if scheduled.num_drafting:
+            metrics.SPEC_DECODE_DRAFTS.inc(scheduled.num_drafting)
+            metrics.SPEC_DECODE_DRAFT_TOKENS.inc(int(num_guessed.sum()))
+            metrics.SPEC_DECODE_ACCEPTED_TOKENS.inc(int(num_kept.sum()))
+
+    def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
+        """int64[num_decodes]: how many tokens may be guessed for each row that decodes."""
+        rows, table = self._rows, self._sampler.table
+        num_slots = rows.num_blocks[decoding] * self._limits.block_size
+        room = np.minimum(num_slots, rows.max_total[decoding] - 1) - rows.num_tokens[decoding]
+        most = np.minimum(self._lengths.choose(decoding), np.clip(room, 0, None))
+        most[table.has_penalties[decoding] | table.has_grammar[decoding]] = 0
+        left = min(
+            self._limits.max_num_batched_tokens - scheduled.num_tokens,
+            self._max_samples - len(scheduled.sampling),
+        )
+        before = np.cumsum(most) - most
+        return np.minimum(most, np.clip(left - before, 0, None))
+
+    def _write(self, rows: Int64Array, guesses: Guesses) -> None:
+        """Put guesses behind the known tokens, where inputs are gathered from."""
+        for row, start, guess in zip(
+            rows.tolist(), self._rows.num_tokens[rows].tolist(), guesses, strict=True
+        ):
+            self._rows.token_ids[row, start : start + len(guess)] = guess
+
+
+def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows) -> ScheduledRows:
+    """Let the first rows compute `num_guessed` tokens more each; those with none stay first."""
+    num_decoding = scheduled.num_decodes
+    order = np.argsort(num_guessed > 0, kind="stable")
+    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])
+    lens = scheduled.lens.copy()
+    lens[:num_decoding] += num_guessed
+    lens = lens[where]
+    new_rows, starts = scheduled.rows[where], scheduled.starts[where]
+    # A row that decodes samples at each of its tokens; the others as before.
+    counts = lens[:num_decoding]
+    decoding = np.repeat(np.arange(num_decoding), counts)
+    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = starts[decoding] + 1 + offsets
+    is_guessed = offsets + 1 < counts[decoding]
+    guesses = np.where(is_guessed, rows.token_ids[new_rows[decoding], positions], NO_TOKEN)
+    others = scheduled.sampling[num_decoding:]
+    num_drafting = int(np.count_nonzero(num_guessed))
+    return replace(
+        scheduled,
+        rows=new_rows,
+        starts=starts,
+        lens=lens,
+        num_decodes=num_decoding - num_drafting,
+        num_drafting=num_drafting,
+        sampling=np.concatenate([decoding, others]),
+        positions=np.concatenate([positions, scheduled.positions[num_decoding:]]),
+        guesses=np.concatenate([guesses, np.full(len(others), NO_TOKEN)]),
+        incarnations=scheduled.incarnations[where],
+    )
