@@ -52,7 +52,8 @@ class DraftLengths:
         if cost <= 0:
             return np.full(len(rows), self._num_draft_tokens)
         longest = np.log(cost) / np.log(np.clip(chance, 1e-3, 0.999))
-        return np.minimum(longest, self._num_draft_tokens).astype(np.int64)
+        lengths: Int64Array = np.minimum(longest, self._num_draft_tokens).astype(np.int64)
+        return lengths
 
     @property
     def cost(self) -> float:

@@ -30,7 +30,7 @@ class NgramDrafter:
     """Finds the longest n-gram at a row's end that occurred before, and copies what followed."""
 
     def __init__(self, num_draft_tokens: int, min_size: int, max_size: int) -> None:
-        """`min_size` and `max_size` are the n-grams' lengths in tokens, 1 <= min_size <= max_size."""
+        """N-grams have `min_size` to `max_size` tokens, 1 <= min_size <= max_size."""
         self._num_draft_tokens = num_draft_tokens
         self._sizes = range(max_size, min_size - 1, -1)
         self._row_to_index: dict[int, _Index] = {}

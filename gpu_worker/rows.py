@@ -3,8 +3,8 @@
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
 every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
 (`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
-value of a token. That is so unless tokens are guessed (`speculation.py`): then `advance` says how many
-a row that decodes has got, before the next step.
+value of a token. Where tokens are guessed (`speculation.py`) it is otherwise: `advance` says how
+many a row that decodes has got, before the next step.
 
 Each row's tokens, by position::
 
@@ -54,7 +54,7 @@ class ScheduledRows:
     num_drafting: int = 0
     """Rows that decode with guesses; they follow the `num_decodes` without."""
     guesses: Int64Array | None = None
-    """int64[N]: what each sampled token was guessed to be, NO_TOKEN if it was not; None: none was."""
+    """int64[N]: what each sampled token was guessed to be, or NO_TOKEN; None: none was guessed."""
 
     @property
     def num_tokens(self) -> int:

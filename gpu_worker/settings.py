@@ -79,6 +79,18 @@ class WorkerSettings(ProcessSettings):
     kv_checksum: bool = False
     """Whether each block that comes back from host memory is checked; if it has changed, its tokens
     are computed again."""
+    speculative: Literal["ngram", "draft"] | None = None
+    """How next tokens are guessed, to be verified by the model several in a step; the output stays
+    what it is without. ngram: by what followed the last few tokens before; draft: by draft-model.
+    Unset: not at all. Guesses are made as long as they pay."""
+    num_draft_tokens: PositiveInt = 4
+    """Most tokens that are guessed at a time; less than block-size."""
+    draft_model: Path | None = None
+    """Hugging Face directory of a smaller model with the same tokens, which guesses."""
+    ngram_min: PositiveInt = 2
+    """Fewest last tokens that must have occurred before for a guess by ngram."""
+    ngram_max: PositiveInt = 4
+    """Most last tokens that are looked for; the longest that are found count."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one for each
     physical core this process may use."""
@@ -223,6 +235,20 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
                 " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+    def _can_guess(self) -> Self:
+        if (self.speculative == "draft") != (self.draft_model is not None):
+            given = "unset" if self.draft_model is None else self.draft_model
+            raise ValueError(
+                f"draft_model is {given}; it must be set where speculative is draft, and there alone"
+            )
+        if self.speculative is not None and self.num_draft_tokens >= self.block_size:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}; it must be less than block_size,"
+                f" {self.block_size}"
+            )
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"ngram_min is {self.ngram_min}; it must be at most ngram_max, {self.ngram_max}"
             )
         return self
 

@@ -1,10 +1,10 @@
-"""Computes guesses with each decoding row's next token, and keeps those that it would have sampled.
+"""Computes guesses with the next tokens of decoding rows; keeps what would have been sampled anyway.
 
-A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
-token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens as a short chunk,
-and a token is sampled at each of `[n, n + k]`. The sampling at `n` is what it would be without guesses.
-If it gave what was guessed, the one at `n + 1` saw the right context, and is what it would be in the
-next step, and so on::
+A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples
+the token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens, as a short
+chunk, and a token is sampled for each of `[n, n + k]`. The one at `n` is what it would be without
+guesses. If it is what was guessed, the one at `n + 1` saw the right context, and is what it would
+be one step later; and so on::
 
     kept      the tokens sampled up to the first that is not what was guessed, or that ends the row
     dropped   the rest: sampled after tokens that the row does not have
@@ -12,14 +12,15 @@ next step, and so on::
 What a wrong guess left in the KV cache is overwritten when the token at its position is computed:
 no row reads a slot past its own known tokens, and the scheduler publishes none.
 
-It is exact for any sampling: a draw is a function of seed, position and logits alone (`draw.py`), so
-the token at a position is the same one whether its context was guessed or not, as far as the logits
-are; how guesses are made does not enter. With draws that were fresh each time, it would take the
-rejection rule of Leviathan et al. (Fast Inference from Transformers via Speculative Decoding, 2023)
-to keep the distribution; here not only the distribution is kept but the output.
+It is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
+so the token at a position is the same whether its context was guessed or not, as far as the logits
+are: that they come from a chunk or from a single token may change their last bits. How guesses are
+made does not enter. With draws that are fresh each time, it takes the rejection rule of Leviathan
+et al. (Fast Inference from Transformers via Speculative Decoding, 2023) to keep the distribution;
+here not the distribution alone is kept, but the output.
 
-Rows whose logits depend on more than their context so far, by penalties or by a grammar, get no
-guesses: what they have counted, or where their grammar is, is known one token at a time.
+Rows whose logits depend on what was counted or parsed of their tokens so far, by penalties or a
+grammar, get no guesses: that is known one token at a time.
 """
 
 import time
@@ -40,7 +41,7 @@ _MIN_SAMPLES = 64
 
 
 class Speculation:
-    """Adds guesses to steps, and judges them. One step at a time: guesses need all tokens before."""
+    """Adds guesses to steps and judges them, one step at a time: a guess needs all tokens before."""
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
         self._drafter = drafter
@@ -122,7 +123,8 @@ class Speculation:
             self._max_samples - len(scheduled.sampling),
         )
         before = np.cumsum(most) - most
-        return np.minimum(most, np.clip(left - before, 0, None))
+        allowed: Int64Array = np.minimum(most, np.clip(left - before, 0, None))
+        return allowed
 
     def _write(self, rows: Int64Array, guesses: Guesses) -> None:
         """Put guesses behind the known tokens, where inputs are gathered from."""
