@@ -239,7 +239,7 @@ class WorkerSettings(ProcessSettings):
         if (self.speculative == "draft") != (self.draft_model is not None):
             given = "unset" if self.draft_model is None else self.draft_model
             raise ValueError(
-                f"draft_model is {given}; it must be set where speculative is draft, and there alone"
+                f"draft_model is {given}; it must be set if speculative is draft, and only then"
             )
         if self.speculative is not None and self.num_draft_tokens >= self.block_size:
             raise ValueError(

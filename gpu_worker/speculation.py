@@ -1,4 +1,4 @@
-"""Computes guesses with the next tokens of decoding rows; keeps what would have been sampled anyway.
+"""Computes guesses with decoding rows' next tokens; keeps what would have been sampled anyway.
 
 A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples
 the token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens, as a short
@@ -41,7 +41,7 @@ _MIN_SAMPLES = 64
 
 
 class Speculation:
-    """Adds guesses to steps and judges them, one step at a time: a guess needs all tokens before."""
+    """Adds guesses to steps, and judges them; one step at a time, for they need all before it."""
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
         self._drafter = drafter

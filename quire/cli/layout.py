@@ -51,6 +51,11 @@ _WORKER: Final = (
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "speculative",
+    "num_draft_tokens",
+    "draft_model",
+    "ngram_min",
+    "ngram_max",
 )
 _ROUTER: Final = ("api_keys_file",)
 _SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")

@@ -25,6 +25,11 @@ _DEVICE: Final = (
     "disk_kv_dir",
     "disk_kv_codec",
     "gpu_memory_utilization",
+    "speculative",
+    "num_draft_tokens",
+    "draft_model",
+    "ngram_min",
+    "ngram_max",
     "num_threads",
 )
 """What only workers with a device have."""
@@ -111,6 +116,17 @@ class UpSettings(ProcessSettings):
     """Which cached KV block is evicted first; default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory for weights, work space and KV together; default: the worker's."""
+    speculative: Literal["ngram", "draft"] | None = None
+    """How workers guess next tokens, to verify several in a step: by what followed the last few
+    before, or by --draft-model; the output stays the same. Default: not at all."""
+    num_draft_tokens: Positive | None = None
+    """Most tokens that are guessed at a time; default: the worker's, 4."""
+    draft_model: Path | None = None
+    """Hugging Face directory of a smaller model with the same tokens, which guesses."""
+    ngram_min: Positive | None = None
+    """Fewest last tokens that must have occurred before for a guess; default: the worker's, 2."""
+    ngram_max: Positive | None = None
+    """Most last tokens that are looked for; default: the worker's, 4."""
     num_threads: Positive | None = None
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
