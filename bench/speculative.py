@@ -121,7 +121,7 @@ async def measure(flags: list[str], num_rounds: int, length: int) -> dict[str, f
             aiohttp.ClientSession(f"http://127.0.0.1:{worker_http}")
         )
         print(
-            "prompts  streams  tokens/s without      with  ratio (range)       accepted  per draft"
+            "prompts  streams  tokens/s without      with  ratio (range)        kept  per draft"
         )
         for kind in _KINDS:
             for concurrency in _CONCURRENCIES:

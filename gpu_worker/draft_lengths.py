@@ -13,6 +13,9 @@ a large one, `r b` comes near 1, and nothing is guessed. Rows whose guesses fail
 since what is not tried is forgotten, they are tried again.
 """
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
 from gpu_worker.step import Int64Array
@@ -25,6 +28,9 @@ _STEP_MEMORY = 0.98
 """What remains of old steps in what a step costs."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """What a row's chance is before there is anything to go by, as if so many had been kept."""
+_MAX_CHANCE = 0.999
+_MIN_SPREAD = 1e-3
+"""How much the numbers of tokens must vary to tell, as a share of their mean, squared."""
 _MAX_COST = 0.95
 """However dear guesses are, one that is all but sure is made, so that costs are learned again."""
 
@@ -34,58 +40,85 @@ class DraftLengths:
 
     def __init__(self, max_num_seqs: int, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
-        self._tried = np.full(max_num_seqs, _PRIOR_TRIED)
-        self._kept = np.full(max_num_seqs, _PRIOR_KEPT)
-        # Sums over the steps, the older the less, of weight, T, T^2, seconds, T * seconds.
-        self._sums = np.zeros(5)
-        self._num_gained = 0.0  # tokens that rows got, in the same steps
+        # float64[2, max_num_seqs]: guesses tried and kept, the older the less, beside the prior.
+        self._seen = np.zeros((2, max_num_seqs))
+        self._steps = _StepCosts()
         self._guess_s = self._num_guessed = 0.0
 
-    def open(self, rows: Int64Array) -> None:
+    def open(self, rows: list[int]) -> None:
         """Let rows begin anew: they have other sequences."""
-        self._tried[rows], self._kept[rows] = _PRIOR_TRIED, _PRIOR_KEPT
+        self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
         """int64[N]: how many tokens to guess for each of `rows`, int64[N]."""
-        chance = self._kept[rows] / self._tried[rows]
         cost = min(self.cost, _MAX_COST)
         if cost <= 0:
             return np.full(len(rows), self._num_draft_tokens)
-        longest = np.log(cost) / np.log(np.clip(chance, 1e-3, 0.999))
-        lengths: Int64Array = np.minimum(longest, self._num_draft_tokens).astype(np.int64)
-        return lengths
+        tried, kept = self._seen[:, rows]
+        chance = np.minimum((kept + _PRIOR_KEPT) / (tried + _PRIOR_TRIED), _MAX_CHANCE)
+        longest: Int64Array = (math.log(cost) / np.log(chance)).astype(np.int64)
+        return np.minimum(longest, self._num_draft_tokens)
 
     @property
     def cost(self) -> float:
         """What a guess costs that is not kept, in tokens; 0 if nothing is known yet."""
-        weight, tokens, squares, seconds, products = self._sums.tolist()
-        spread = weight * squares - tokens * tokens
-        if spread <= 1e-3 * tokens * tokens:  # all steps were alike
-            token_s = 0.0
-        else:
-            token_s = max(0.0, (weight * products - tokens * seconds) / spread)
         guess_s = self._guess_s / self._num_guessed if self._num_guessed else 0.0
-        return self._num_gained / seconds * (token_s + guess_s) if seconds else 0.0
+        return self._steps.tokens_per_s * (self._steps.token_s + guess_s)
+
+    def learn_idle(self, rows: Int64Array) -> None:
+        """Learn that nothing was guessed for any of `rows`, int64[N]."""
+        self._seen[:, rows] *= _IDLE_MEMORY
 
     def learn_chances(
         self, rows: Int64Array, num_guessed: Int64Array, num_kept: Int64Array
     ) -> None:
-        """Learn how many guesses were kept, of how many, int64[N] each; the rest was not tried."""
-        memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
+        """Learn how many guesses were kept, of how many, int64[N] each."""
         num_tried = np.minimum(num_kept + 1, num_guessed)  # those behind a wrong one say nothing
-        for sums, prior, new in (
-            (self._tried, _PRIOR_TRIED, num_tried),
-            (self._kept, _PRIOR_KEPT, num_kept),
-        ):
-            sums[rows] = prior + memory * (sums[rows] - prior) + new
+        memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
+        self._seen[:, rows] = self._seen[:, rows] * memory + (num_tried, num_kept)
 
     def learn_cost(self, num_tokens: int, num_gained: int, seconds: float) -> None:
         """Learn what a step took that computed decodes and guesses and nothing else."""
-        seen = [1.0, num_tokens, num_tokens * num_tokens, seconds, num_tokens * seconds]
-        self._sums = self._sums * _STEP_MEMORY + seen
-        self._num_gained = self._num_gained * _STEP_MEMORY + num_gained
+        self._steps.add(num_tokens, num_gained, seconds)
 
     def learn_guess_cost(self, num_guessed: int, seconds: float) -> None:
         """Learn what guessing took."""
         self._guess_s = self._guess_s * _STEP_MEMORY + seconds
         self._num_guessed = self._num_guessed * _STEP_MEMORY + num_guessed
+
+
+@dataclass(slots=True)
+class _StepCosts:
+    """Sums over the steps, the older the less, and the line through their times."""
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0
+    """Of the numbers of tokens."""
+    seconds: float = 0.0
+    products: float = 0.0
+    """Of tokens and seconds."""
+    gained: float = 0.0
+    """Tokens that rows got."""
+
+    def add(self, num_tokens: int, num_gained: int, seconds: float) -> None:
+        """Add a step."""
+        self.weight = self.weight * _STEP_MEMORY + 1
+        self.tokens = self.tokens * _STEP_MEMORY + num_tokens
+        self.squares = self.squares * _STEP_MEMORY + num_tokens * num_tokens
+        self.seconds = self.seconds * _STEP_MEMORY + seconds
+        self.products = self.products * _STEP_MEMORY + num_tokens * seconds
+        self.gained = self.gained * _STEP_MEMORY + num_gained
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast rows get tokens."""
+        return self.gained / self.seconds if self.seconds else 0.0
+
+    @property
+    def token_s(self) -> float:
+        """What one token more adds to a step, by least squares; 0 if all steps were alike."""
+        spread = self.weight * self.squares - self.tokens * self.tokens
+        if spread <= _MIN_SPREAD * self.tokens * self.tokens:
+            return 0.0
+        return max(0.0, (self.weight * self.products - self.tokens * self.seconds) / spread)

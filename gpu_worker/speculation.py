@@ -54,7 +54,8 @@ class Speculation:
     def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for the rows that decode, as many as are worth it and have room."""
         self._drafter.prepare(step)
-        self._lengths.open(np.array([new.row for new in step.new_rows], np.int64))
+        if step.new_rows:
+            self._lengths.open([new.row for new in step.new_rows])
         decoding = scheduled.rows[: scheduled.num_decodes]
         most = self._most(decoding, scheduled)
         (drafting,) = np.nonzero(most)
@@ -97,33 +98,41 @@ class Speculation:
             seconds: What the step took.
         """
         num_decoding = scheduled.num_decodes + scheduled.num_drafting
+        if not num_decoding:
+            return
         rows = scheduled.rows[:num_decoding]
-        num_gained = np.bincount(scheduled.sampling[has_sampled], minlength=num_decoding)
-        num_gained = num_gained[:num_decoding]
-        self._rows.advance(rows, num_gained)
-        num_guessed = scheduled.lens[:num_decoding] - 1
-        num_kept = np.clip(num_gained - 1, 0, None)
-        self._lengths.learn_chances(rows, num_guessed, num_kept)
-        if num_decoding == len(scheduled.rows):
-            self._lengths.learn_cost(scheduled.num_tokens, int(num_gained.sum()), seconds)
-        if scheduled.num_drafting:
+        if scheduled.guesses is None:
+            num_gained = has_sampled[:num_decoding].astype(np.int64)
+            self._lengths.learn_idle(rows)
+        else:
+            num_gained = np.bincount(scheduled.sampling[has_sampled], minlength=num_decoding)
+            num_gained = num_gained[:num_decoding]
+            num_guessed = scheduled.lens[:num_decoding] - 1
+            num_kept = np.maximum(num_gained - 1, 0)
+            self._lengths.learn_chances(rows, num_guessed, num_kept)
             metrics.SPEC_DECODE_DRAFTS.inc(scheduled.num_drafting)
             metrics.SPEC_DECODE_DRAFT_TOKENS.inc(int(num_guessed.sum()))
             metrics.SPEC_DECODE_ACCEPTED_TOKENS.inc(int(num_kept.sum()))
+        self._rows.advance(rows, num_gained)
+        if num_decoding == len(scheduled.rows):
+            self._lengths.learn_cost(scheduled.num_tokens, int(num_gained.sum()), seconds)
 
     def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
         """int64[num_decodes]: how many tokens may be guessed for each row that decodes."""
         rows, table = self._rows, self._sampler.table
+        most = self._lengths.choose(decoding)
+        if not most.any():
+            return most
         num_slots = rows.num_blocks[decoding] * self._limits.block_size
         room = np.minimum(num_slots, rows.max_total[decoding] - 1) - rows.num_tokens[decoding]
-        most = np.minimum(self._lengths.choose(decoding), np.clip(room, 0, None))
+        most = np.minimum(most, room)
         most[table.has_penalties[decoding] | table.has_grammar[decoding]] = 0
         left = min(
             self._limits.max_num_batched_tokens - scheduled.num_tokens,
             self._max_samples - len(scheduled.sampling),
         )
         before = np.cumsum(most) - most
-        allowed: Int64Array = np.minimum(most, np.clip(left - before, 0, None))
+        allowed: Int64Array = np.minimum(most, np.maximum(left - before, 0))
         return allowed
 
     def _write(self, rows: Int64Array, guesses: Guesses) -> None:

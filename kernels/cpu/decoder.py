@@ -7,6 +7,7 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 `I` intermediate size, `B` blocks, `P` block size, `M` blocks of the longest block table.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, TypeAlias
@@ -23,7 +24,9 @@ NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
 """A linear map that a program can call."""
 
 _MAX_KEPT_TOKENS: Final = 64
-"""Decode steps of so many tokens keep their program; it costs as much as a small step to make."""
+"""Steps of so many tokens keep their program; it costs as much as a small step to make."""
+_MAX_KEPT: Final = 256
+"""So many programs are kept, those that were used last."""
 _DTYPE: Final = torch.bfloat16
 _UNPADDED: Final = ("hidden", "positions", "slot_mapping", "seq_lens", "query_start_loc")
 """Those of `NativeInputs` whose shapes follow from T and S."""
@@ -190,7 +193,7 @@ class NativeDecoder:
         self._final_norm = final_norm
         self._cos_sin = cos_sin
         self._caches = tuple(caches)
-        self._kept: dict[tuple[int, int], _Step] = {}
+        self._kept: OrderedDict[tuple[int, int, int], _Step] = OrderedDict()
         self._kept_work = _Workspace.of(shape, _MAX_KEPT_TOKENS)
 
     def forward(self, inputs: NativeInputs) -> torch.Tensor:
@@ -204,16 +207,20 @@ class NativeDecoder:
         """
         inputs.check(self._shape.hidden_size)
         num_tokens, (num_seqs, width) = inputs.hidden.shape[0], inputs.block_tables.shape
-        if num_tokens != num_seqs or num_tokens > _MAX_KEPT_TOKENS:
+        if num_tokens > _MAX_KEPT_TOKENS:
             step = self._step(inputs, _Workspace.of(self._shape, num_tokens))
             step.run()
             return step.work.normed
         width = 1 << (width - 1).bit_length()  # so that few widths occur
-        kept = self._kept.get((num_seqs, width))
+        key = num_tokens, num_seqs, width
+        kept = self._kept.get(key)
         if kept is None:
             own = inputs.copied(width)
-            kept = self._kept[num_seqs, width] = self._step(own, self._kept_work.first(num_seqs))
+            kept = self._kept[key] = self._step(own, self._kept_work.first(num_tokens))
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
         else:
+            self._kept.move_to_end(key)
             kept.inputs.fill(inputs)
         kept.run()
         return kept.work.normed.clone()
