@@ -9,8 +9,9 @@ that the row gets the largest k with::
     p^k >= r (b + d)
 
 A small batch leaves much of the device unused: `a` is most of a step, and even poor guesses pay. In
-a large one, `r b` comes near 1, and nothing is guessed. Rows whose guesses fail get none, either;
-since what is not tried is forgotten, they are tried again.
+a large one `r b` comes near 1, and nothing is guessed. Rows whose guesses fail get none, either;
+since what is not tried is forgotten, they are tried again. And in one step of many the opposite is
+done of what seems to pay, guess or not, so that the costs of both stay known.
 """
 
 import math
@@ -24,15 +25,17 @@ _ROW_MEMORY = 0.9
 """What remains of a row's old guesses in its chance, with each step that brings new ones."""
 _IDLE_MEMORY = 0.98
 """The same, with each step without guesses."""
-_STEP_MEMORY = 0.98
+_STEP_MEMORY = 0.99
 """What remains of old steps in what a step costs."""
+_TRIAL_STEPS = 32
+"""One step in so many tries the opposite of what seems to pay."""
+_MAX_SLOWNESS = 3.0
+"""A step that takes longer than so many others counts as that long: something else was at work."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """What a row's chance is before there is anything to go by, as if so many had been kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
 """How much the numbers of tokens must vary to tell, as a share of their mean, squared."""
-_MAX_COST = 0.95
-"""However dear guesses are, one that is all but sure is made, so that costs are learned again."""
 
 
 class DraftLengths:
@@ -43,16 +46,20 @@ class DraftLengths:
         # float64[2, max_num_seqs]: guesses tried and kept, the older the less, beside the prior.
         self._seen = np.zeros((2, max_num_seqs))
         self._steps = _StepCosts()
-        self._guess_s = self._num_guessed = 0.0
+        self._num_choices = 0
 
     def open(self, rows: list[int]) -> None:
         """Let rows begin anew: they have other sequences."""
         self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
-        """int64[N]: how many tokens to guess for each of `rows`, int64[N]."""
-        cost = min(self.cost, _MAX_COST)
-        if cost <= 0:
+        """int64[N]: how many tokens to guess for each of `rows`, int64[N]; called once per step."""
+        self._num_choices += 1
+        cost = self.cost
+        pays, is_trial = cost < 1, self._num_choices % _TRIAL_STEPS == 1
+        if pays == is_trial:
+            return np.zeros(len(rows), np.int64)
+        if is_trial or cost <= 0:
             return np.full(len(rows), self._num_draft_tokens)
         tried, kept = self._seen[:, rows]
         chance = np.minimum((kept + _PRIOR_KEPT) / (tried + _PRIOR_TRIED), _MAX_CHANCE)
@@ -62,8 +69,8 @@ class DraftLengths:
     @property
     def cost(self) -> float:
         """What a guess costs that is not kept, in tokens; 0 if nothing is known yet."""
-        guess_s = self._guess_s / self._num_guessed if self._num_guessed else 0.0
-        return self._steps.tokens_per_s * (self._steps.token_s + guess_s)
+        steps = self._steps
+        return steps.tokens_per_s * (steps.token_s + steps.guess_s)
 
     def learn_idle(self, rows: Int64Array) -> None:
         """Learn that nothing was guessed for any of `rows`, int64[N]."""
@@ -77,14 +84,19 @@ class DraftLengths:
         memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
         self._seen[:, rows] = self._seen[:, rows] * memory + (num_tried, num_kept)
 
-    def learn_cost(self, num_tokens: int, num_gained: int, seconds: float) -> None:
-        """Learn what a step took that computed decodes and guesses and nothing else."""
-        self._steps.add(num_tokens, num_gained, seconds)
+    def learn_costs(
+        self, num_tokens: int, num_gained: int, num_guessed: int, seconds: float, guessing_s: float
+    ) -> None:
+        """Learn of a step that computed decodes and guesses and nothing else.
 
-    def learn_guess_cost(self, num_guessed: int, seconds: float) -> None:
-        """Learn what guessing took."""
-        self._guess_s = self._guess_s * _STEP_MEMORY + seconds
-        self._num_guessed = self._num_guessed * _STEP_MEMORY + num_guessed
+        Args:
+            num_tokens: What it computed.
+            num_gained: What its rows got of that.
+            num_guessed: How many of the tokens were guesses.
+            seconds: What it took in all.
+            guessing_s: What it took of that to guess.
+        """
+        self._steps.add(num_tokens, num_gained, num_guessed, seconds, guessing_s)
 
 
 @dataclass(slots=True)
@@ -96,24 +108,44 @@ class _StepCosts:
     squares: float = 0.0
     """Of the numbers of tokens."""
     seconds: float = 0.0
+    """Without guessing."""
     products: float = 0.0
     """Of tokens and seconds."""
     gained: float = 0.0
     """Tokens that rows got."""
+    guessed: float = 0.0
+    guessing: float = 0.0
+    """Seconds."""
+    total: float = 0.0
+    """Seconds, with guessing."""
 
-    def add(self, num_tokens: int, num_gained: int, seconds: float) -> None:
-        """Add a step."""
+    def add(
+        self, num_tokens: int, num_gained: int, num_guessed: int, seconds: float, guessing_s: float
+    ) -> None:
+        """Add a step; see `DraftLengths.learn_costs`."""
+        computing_s = seconds - guessing_s
+        if self.weight > 1:
+            computing_s = min(computing_s, _MAX_SLOWNESS * self.seconds / self.weight)
         self.weight = self.weight * _STEP_MEMORY + 1
         self.tokens = self.tokens * _STEP_MEMORY + num_tokens
         self.squares = self.squares * _STEP_MEMORY + num_tokens * num_tokens
-        self.seconds = self.seconds * _STEP_MEMORY + seconds
-        self.products = self.products * _STEP_MEMORY + num_tokens * seconds
+        self.seconds = self.seconds * _STEP_MEMORY + computing_s
+        self.products = self.products * _STEP_MEMORY + num_tokens * computing_s
         self.gained = self.gained * _STEP_MEMORY + num_gained
+        if num_guessed:  # else what is known stays known
+            self.guessed = self.guessed * _STEP_MEMORY + num_guessed
+            self.guessing = self.guessing * _STEP_MEMORY + guessing_s
+        self.total = self.total * _STEP_MEMORY + computing_s + guessing_s
 
     @property
     def tokens_per_s(self) -> float:
         """How fast rows get tokens."""
-        return self.gained / self.seconds if self.seconds else 0.0
+        return self.gained / self.total if self.total else 0.0
+
+    @property
+    def guess_s(self) -> float:
+        """What it takes to guess a token."""
+        return self.guessing / self.guessed if self.guessed else 0.0
 
     @property
     def token_s(self) -> float:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
-from gpu_worker.step import Int64Array, StepInput
+from gpu_worker.step import BoolArray, Int64Array, StepInput
 
 Guesses: TypeAlias = list[npt.NDArray[np.int32]]
 """For each row of some, its next tokens as far as they were guessed, the first first."""
@@ -23,8 +23,19 @@ class Drafter(Protocol):
     def num_draft_tokens(self) -> int:
         """The most tokens that it is ever asked for; at least 1."""
 
-    def prepare(self, step: StepInput) -> None:
-        """Follow what a step changes; called for each, before it computes."""
+    def prepare(self, step: StepInput, rows: Rows) -> None:
+        """Follow what a step changes; called for each, when `rows` has its changes."""
+
+    def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
+        """Take in the known tokens of rows that decode, as far as a step should wait for that.
+
+        Args:
+            rows: All known tokens of `drafting` have their values there.
+            drafting: int64[N], rows.
+
+        Returns:
+            bool[N]: for which of them `guess` may be called now.
+        """
 
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
@@ -32,8 +43,8 @@ class Drafter(Protocol):
         """Guess the next tokens of rows that decode.
 
         Args:
-            rows: All known tokens of `drafting` have their values there.
-            drafting: int64[N], rows.
+            rows: As for `catch_up`.
+            drafting: int64[N], rows that have been caught up with in this step.
             most: int64[N]: at most so many tokens each, in [1, num_draft_tokens]; the block table
                 has room for them.
             sampler: Draws as it will when the guesses are verified.

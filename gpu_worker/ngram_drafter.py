@@ -11,7 +11,7 @@ import numpy as np
 from gpu_worker.drafter import Guesses
 from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
-from gpu_worker.step import Int32Array, Int64Array, StepInput
+from gpu_worker.step import BoolArray, Int32Array, Int64Array, StepInput
 
 
 @dataclass(slots=True)
@@ -40,10 +40,25 @@ class NgramDrafter:
         """The most tokens that it is ever asked for."""
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput) -> None:
+    def prepare(self, step: StepInput, rows: Rows) -> None:
         """Forget the sequences that are gone."""
+        del rows
         for row in step.released_rows.tolist():
             self._row_to_index.pop(row, None)
+
+    def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
+        """See `Drafter`."""
+        for row, end, incarnation in zip(
+            drafting.tolist(),
+            rows.num_tokens[drafting].tolist(),
+            rows.incarnation[drafting].tolist(),
+            strict=True,
+        ):
+            index = self._row_to_index.get(row)
+            if index is None or index.incarnation != incarnation:
+                index = self._row_to_index[row] = _Index(incarnation)
+            self._extend(index, rows.token_ids[row, :end])
+        return np.ones(len(drafting), np.bool_)
 
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
@@ -51,17 +66,13 @@ class NgramDrafter:
         """See `Drafter`."""
         del sampler  # nothing is drawn
         return [
-            self._guess(row, int(rows.incarnation[row]), rows.token_ids[row, :end], count)
+            self._guess(self._row_to_index[row], rows.token_ids[row, :end], count)
             for row, end, count in zip(
                 drafting.tolist(), rows.num_tokens[drafting].tolist(), most.tolist(), strict=True
             )
         ]
 
-    def _guess(self, row: int, incarnation: int, known: Int32Array, most: int) -> Int32Array:
-        index = self._row_to_index.get(row)
-        if index is None or index.incarnation != incarnation:
-            index = self._row_to_index[row] = _Index(incarnation)
-        self._extend(index, known)
+    def _guess(self, index: _Index, known: Int32Array, most: int) -> Int32Array:
         last = tuple(known[-self._sizes[0] :].tolist())
         for size in self._sizes:
             if size <= len(last) and (start := index.ends.get(last[-size:])) is not None:

@@ -50,23 +50,27 @@ class Speculation:
         self._sampler = sampler
         self._max_samples = max(limits.max_num_seqs, _MIN_SAMPLES)
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
+        self._guessing_s = 0.0  # in the step under way
 
     def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for the rows that decode, as many as are worth it and have room."""
-        self._drafter.prepare(step)
+        self._guessing_s = 0.0
+        self._drafter.prepare(step, self._rows)
         if step.new_rows:
             self._lengths.open([new.row for new in step.new_rows])
         decoding = scheduled.rows[: scheduled.num_decodes]
         most = self._most(decoding, scheduled)
         (drafting,) = np.nonzero(most)
+        if len(drafting):
+            drafting = drafting[self._drafter.catch_up(self._rows, decoding[drafting])]
         if not len(drafting):
             return scheduled
         start_s = time.monotonic()
         guesses = self._drafter.guess(self._rows, decoding[drafting], most[drafting], self._sampler)
         num_guessed = np.zeros_like(decoding)
         num_guessed[drafting] = [len(guess) for guess in guesses]
-        if total := int(num_guessed.sum()):
-            self._lengths.learn_guess_cost(total, time.monotonic() - start_s)
+        self._guessing_s = time.monotonic() - start_s
+        if num_guessed.any():
             self._write(decoding[drafting], guesses)
             return _with_guesses(scheduled, num_guessed, self._rows)
         return scheduled
@@ -115,7 +119,14 @@ class Speculation:
             metrics.SPEC_DECODE_ACCEPTED_TOKENS.inc(int(num_kept.sum()))
         self._rows.advance(rows, num_gained)
         if num_decoding == len(scheduled.rows):
-            self._lengths.learn_cost(scheduled.num_tokens, int(num_gained.sum()), seconds)
+            num_tokens = scheduled.num_tokens
+            self._lengths.learn_costs(
+                num_tokens,
+                int(num_gained.sum()),
+                num_tokens - num_decoding,
+                seconds,
+                self._guessing_s,
+            )
 
     def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
         """int64[num_decodes]: how many tokens may be guessed for each row that decodes."""
