@@ -53,7 +53,7 @@ class DraftLengths:
         self._seen[:, rows] = 0
 
     def choose(self, rows: Int64Array) -> Int64Array:
-        """int64[N]: how many tokens to guess for each of `rows`, int64[N]; called once per step."""
+        """int64[N]: how many tokens to guess for each of `rows`, int64[N]; once a step."""
         self._num_choices += 1
         cost = self.cost
         pays, is_trial = cost < 1, self._num_choices % _TRIAL_STEPS == 1

@@ -58,6 +58,8 @@ class Speculation:
         self._drafter.prepare(step, self._rows)
         if step.new_rows:
             self._lengths.open([new.row for new in step.new_rows])
+        if not scheduled.num_decodes:
+            return scheduled
         decoding = scheduled.rows[: scheduled.num_decodes]
         most = self._most(decoding, scheduled)
         (drafting,) = np.nonzero(most)

@@ -1,0 +1,116 @@
+"""Guesses make no output different: greedy, drawn, constrained, preempted, swapped."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.v1 import common_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.generation import Result, generate_request, read_aio
+from tests.e2e.references import greedy_tokens
+from tests.e2e.service import Service
+
+NUM_TOKENS = 128
+CRAMPED = ("--num-blocks=40", "--host-kv-memory-gb=0.01", "--block-size=16")
+"""Room for three sequences of those below at most, and for the others in host memory."""
+_PREFIX = "quire_worker_spec_decode_num_"
+
+
+@pytest.fixture(scope="module")
+def ngram(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A cramped service that looks n-grams up."""
+    worker = ["--speculative=ngram", "--num-draft-tokens=5", *CRAMPED]
+    with Service(run_dir(), long_llama, worker=worker) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def draft(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    """A cramped service whose model guesses for itself."""
+    worker = ["--speculative=draft", f"--draft-model={long_llama}", *CRAMPED]
+    with Service(run_dir(), long_llama, worker=worker) as service:
+        yield service
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(7)
+    prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in (3, 16, 33, 64, 100)]
+    return [*prompts, [*prompts[-1][:64], 9]]  # one finds another's blocks
+
+
+def _mixed() -> list[dict[str, Any]]:
+    """Requests that differ in all that may change what a token is drawn from."""
+    sampled = {"temperature": 0.9, "seed": 11}
+    return [
+        {**sampled, "top_p": 0.9, "logprobs": 2},
+        {**sampled, "top_k": 3, "n": 3},
+        {**sampled, "repetition_penalty": 1.3},
+        {**sampled, "min_tokens": 20, "stop_token_ids": [7, 8, 9], "temperature": 0.3},
+        {"logit_bias": {17: 2.5}, "logprobs": 1},
+        {"structured": common_pb2.StructuredOutput(regex="[a-z ]{40}")},
+        {"frequency_penalty": 0.5, "min_tokens": 5},
+    ]
+
+
+async def _all_at_once(service: Service, requests: list[Any]) -> list[Result]:
+    async with service.aio_channel() as channel:
+        stub = InferenceServiceStub(channel)
+        return await asyncio.gather(*(read_aio(stub.Generate(request)) for request in requests))
+
+
+def _counts(service: Service) -> dict[str, float]:
+    metrics = service.metrics(service.worker)
+    return {
+        name: metrics[f"{_PREFIX}{name}_total"]
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+
+
+@pytest.fixture(scope="module")
+def greedy(long_llama: Path) -> list[list[int]]:
+    return greedy_tokens(long_llama, _prompts(), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft"])
+async def test_greedy_tokens_are_those_of_transformers(
+    name: str, greedy: list[list[int]], request: pytest.FixtureRequest
+):
+    service = await asyncio.to_thread(request.getfixturevalue, name)
+    requests = [
+        generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in _prompts()
+    ]
+    results = await _all_at_once(service, requests)
+    assert [result.outputs[0] for result in results] == greedy
+    counts = await asyncio.to_thread(_counts, service)
+    assert counts["accepted_tokens"] > 0
+    if name == "draft":
+        assert counts["accepted_tokens"] == counts["draft_tokens"]
+    metrics = await asyncio.to_thread(service.metrics, service.scheduler)
+    assert metrics["quire_num_preemptions_total"] > 0
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft"])
+async def test_a_mixed_batch_gets_what_it_gets_without_guesses(
+    name: str, service: Service, request: pytest.FixtureRequest
+):
+    guessing = await asyncio.to_thread(request.getfixturevalue, name)
+    prompt = _prompts()[2]
+    requests = [
+        generate_request(prompt, max_tokens=60, ignore_eos="structured" not in options, **options)
+        for options in _mixed()
+    ]
+    want = await _all_at_once(service, requests)
+    got = await _all_at_once(guessing, requests)
+    for expected, result in zip(want, got, strict=True):
+        assert result.outputs == expected.outputs
+        assert result.text == expected.text
+        ends = [
+            {i: (end.finish_reason, end.stop_token_id) for i, end in each.finished.items()}
+            for each in (result, expected)
+        ]
+        assert ends[0] == ends[1]
+    await asyncio.to_thread(guessing.wait_until_idle)
