@@ -120,9 +120,7 @@ async def measure(flags: list[str], num_rounds: int, length: int) -> dict[str, f
         worker = await stack.enter_async_context(
             aiohttp.ClientSession(f"http://127.0.0.1:{worker_http}")
         )
-        print(
-            "prompts  streams  tokens/s without      with  ratio (range)        kept  per draft"
-        )
+        print("prompts  streams  tokens/s without      with  ratio (range)        kept  per draft")
         for kind in _KINDS:
             for concurrency in _CONCURRENCIES:
                 pairs, same = [], []

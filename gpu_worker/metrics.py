@@ -21,7 +21,7 @@ SPEC_DECODE_DRAFT_TOKENS = Counter(
 )
 SPEC_DECODE_ACCEPTED_TOKENS = Counter(
     "quire_worker_spec_decode_num_accepted_tokens",
-    "Those of them that were right; divided by them it is the acceptance rate.",
+    "Guessed tokens that were right; divided by all guessed ones it is the acceptance rate.",
 )
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",
