@@ -189,6 +189,15 @@ def test_a_run_with_searches_replays_the_same(tmp_path):
     assert "a search, with" in "\n".join(describe(result))
 
 
+def test_a_run_with_drafts_replays_the_same(tmp_path):
+    path, driver = record(tmp_path, config=replace(CONFIG, num_draft_tokens=1))
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.load == driver.core.load()
+    assert result.num_steps == len(driver.plans)
+
+
 def replay_bytes(content, **options):
     return replay(io.BytesIO(content), **options)
 
