@@ -2,7 +2,8 @@
 
 The core takes results for granted: a row too many, or twice, would break its books, and with them
 every worker's requests. Here they are held against the plans. Which tokens a row samples only the
-worker knows; which rows sample, and which blocks move, it has been told.
+worker knows, and, if it drafts, how many of those that a decode may bring; which rows sample, and
+which blocks move, it has been told.
 """
 
 import numpy as np
@@ -22,12 +23,14 @@ class WorkerLedger:
 
     def __init__(self, info: WorkerInfo) -> None:
         self._vocab_size = info.model.vocab_size
-        # A row samples in the steps [first, last].
+        self._num_draft_tokens = info.num_draft_tokens
+        # A row samples in the steps [first, last]; with drafts it may end sooner.
         self._first = np.full(info.max_num_seqs, _NEVER, np.int64)
         self._last = np.zeros(info.max_num_seqs, np.int64)
         self._num_left = np.zeros(info.max_num_seqs, np.int32)
         """Known tokens that a row has to compute before it samples."""
         self._num_samples = np.zeros(info.max_num_seqs, np.int32)
+        """Tokens that a row samples; with drafts, those that it has not yet."""
         self._swap_ins: dict[StepId, set[int]] = {}
         """Device blocks, of the steps that have some."""
         self._stores: set[int] = set()
@@ -113,13 +116,23 @@ class WorkerLedger:
     def _check_rows(self, step: StepId, rows: Int32Array) -> None:
         expected = (self._first <= step) & (self._last >= step)
         counts = np.bincount(rows, minlength=expected.size)
-        if not (counts == expected).all():
-            row = int(np.flatnonzero(counts != expected)[0])
+        most = expected
+        if self._num_draft_tokens:
+            most = np.where(self._first < step, self._num_draft_tokens + 1, 1)
+            most = np.where(expected, np.minimum(most, self._num_samples), 0)
+        is_wrong = (counts < expected) | (counts > most)
+        if is_wrong.any():
+            row = int(np.flatnonzero(is_wrong)[0])
+            least = int(expected[row])
+            bound = f"{least}" if most[row] == least else f"in [{least}, {most[row]}]"
             raise InvalidArgumentError(
                 "sampled_rows",
                 f"and those that could not sample have row {row} {counts[row]} times; it must be"
-                f" {int(expected[row])}, by the steps sent",
+                f" {bound}, by the steps sent",
             )
+        if self._num_draft_tokens:
+            self._num_samples -= counts.astype(np.int32)
+            self._last[expected & (self._num_samples == 0)] = step
 
 
 def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
