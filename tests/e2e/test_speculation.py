@@ -15,8 +15,8 @@ from tests.e2e.references import greedy_tokens
 from tests.e2e.service import Service
 
 NUM_TOKENS = 128
-CRAMPED = ("--num-blocks=40", "--host-kv-memory-gb=0.01", "--block-size=16")
-"""Room for three sequences of those below at most, and for the others in host memory."""
+CRAMPED = ("--num-blocks=20", "--host-kv-memory-gb=0.01", "--block-size=16")
+"""Room for the longest of the sequences below, not for two, and for the others on the host."""
 _COUNTERS = ("draft_tokens", "accepted_tokens")
 
 
@@ -85,9 +85,8 @@ async def test_greedy_tokens_are_those_of_transformers(
     assert [result.outputs[0] for result in results] == greedy
     after = await asyncio.to_thread(_counts, service)
     num_guessed, num_right = (after[each] - before[each] for each in _COUNTERS)
-    assert num_right > 0
     if name == "draft":
-        assert num_right == num_guessed
+        assert num_right == num_guessed > 0
     metrics = await asyncio.to_thread(service.metrics, service.scheduler)
     assert metrics["quire_num_preemptions_total"] > 0
 
