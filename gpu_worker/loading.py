@@ -66,6 +66,7 @@ def load(
         host_block_bytes=host_pool.blocks.shape[1] if host_pool is not None else 0,
         kv_dtype=settings.kv_dtype,
         host_codec=str(settings.host_codec),
+        num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=leader is None,
     )
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)

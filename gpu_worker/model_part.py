@@ -9,6 +9,8 @@ import torch
 
 from gpu_worker import memory, rates
 from gpu_worker.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.draft_model import DraftModel, load_draft_model
+from gpu_worker.drafter import Drafter
 from gpu_worker.executor import Decoder, Executor
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
@@ -17,6 +19,7 @@ from gpu_worker.lower_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_source import open_model
 from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.ngram_drafter import NgramDrafter
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks
@@ -87,7 +90,13 @@ def load_part(
     model = source.load(dtype, device, lambda done: report("loading weights", done), ranks)
     report("making room for KV", None)
     bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
-    num_blocks = _num_blocks(settings, model, local_config, limits, dtypes, device, ranks)
+    draft_model = None
+    if settings.draft_model is not None:
+        directories = settings.draft_model, settings.model
+        draft_model = load_draft_model(*directories, limits, dtype, device)
+    num_blocks = _num_blocks(
+        settings, model, local_config, limits, dtypes, device, ranks, draft_model
+    )
     if ranks is not None:
         num_blocks = int(ranks.least(num_blocks)[0])
     pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device)
@@ -115,6 +124,7 @@ def load_part(
         disk_pool=tiers.disk_pool,
         structured=structured,
         ranks=ranks,
+        drafter=_drafter(settings, limits, draft_model),
     )
     measured = Rates()
     if num_host_blocks:
@@ -134,6 +144,17 @@ def load_part(
         rates=measured,
         has_structured_output=structured is not None,
     )
+
+
+def _drafter(
+    settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
+) -> Drafter | None:
+    """What guesses; None: nothing does."""
+    if draft_model is not None:
+        return draft_model.drafter(settings.num_draft_tokens, limits)
+    if settings.speculative == "ngram":
+        return NgramDrafter(settings.num_draft_tokens, settings.ngram_min, settings.ngram_max)
+    return None
 
 
 def _structured_output(
@@ -232,6 +253,7 @@ def _num_blocks(
     dtypes: KvDtypes,
     device: torch.device,
     ranks: Ranks | None,
+    draft_model: DraftModel | None,
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
@@ -243,4 +265,7 @@ def _num_blocks(
         )
     else:
         num_bytes = memory.free_cpu_kv_bytes()
-    return memory.blocks_in(num_bytes, block_bytes(config, settings.block_size, dtypes))
+    bytes_per_block = block_bytes(config, settings.block_size, dtypes)
+    if draft_model is not None:
+        bytes_per_block += draft_model.block_bytes(settings.block_size)
+    return memory.blocks_in(num_bytes, bytes_per_block)

@@ -235,6 +235,15 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
                 " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+            )
+        if self.speculative is not None:  # each rank would guess by its own clock
+            raise ValueError(
+                f"speculative is {self.speculative}; it must be unset with tensor_parallel_size or"
+                " pipeline_parallel_size"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_guess(self) -> Self:
         if (self.speculative == "draft") != (self.draft_model is not None):
             given = "unset" if self.draft_model is None else self.draft_model

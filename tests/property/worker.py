@@ -171,6 +171,7 @@ class FakeWorker:
         start = len(row.tokens)
         for slot in self._slots(row, start, start + num_guesses):
             self.slots[slot] = WRONG
+            self.labels.pop(slot // self.config.block_size, None)
         for done in range(num_right):
             row.tokens.append(next_token(row.new.output_index, row.content(len(row.tokens) - 1)))
             if stops(row.content(len(row.tokens) - 1)):
