@@ -12,6 +12,7 @@ from typing import Any, Never
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -50,6 +51,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        tree = environment.parse(source)
+        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+        """Whether it shows the model the functions that a chat offers."""
+        self.tags_tool_calls = "<tool_call>" in source and "<function=" not in source
+        """Whether it tells the model to write a call as `<tool_call>{json}</tool_call>`."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 

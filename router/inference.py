@@ -357,13 +357,25 @@ class Inference:
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
-    async def tokenize_chat(self, model: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def tokenize_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> list[int]:
         """Turns a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
         template = self._template_for(model, messages)
         return await self._questions.run(
             # The template wrote the special tokens.
-            lambda: self._tokenizer.encode(template.render(messages), add_special_tokens=False)
+            lambda: self._tokenizer.encode(
+                template.render(messages, **template_kwargs), add_special_tokens=False
+            )
         )
+
+    def chat_template(self, model: str) -> ChatTemplate:
+        """The model's template; raises `UnimplementedError` if it has none."""
+        self._check_name(model)
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise UnimplementedError(f"model {self._model_name!r} has no chat template")
+        return template
 
     async def render_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
@@ -380,9 +392,7 @@ class Inference:
 
     def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         model = self.model(name)
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise UnimplementedError(f"model {self._model_name!r} has no chat template")
+        template = self.chat_template(name)
         check_chat(messages, model, self._max_text_bytes(model))
         return template
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from enum import Enum
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
@@ -32,6 +33,15 @@ from rpc.errors import InvalidArgumentError, QuireError
 log = structlog.get_logger()
 
 
+class UsageInStream(Enum):
+    """Where a stream tells what the call cost."""
+
+    NEVER = "never"
+    AT_END = "at_end"
+    ALWAYS = "always"
+    """In every event: as far as it has come."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a client, ready to be answered: one request per prompt, `n` outputs of each.
@@ -44,7 +54,7 @@ class Call:
     n: int
     shape: Shape
     stream: bool
-    include_usage: bool
+    usage_in_stream: UsageInStream
     prompts: list[Sequence[int]] = field(default_factory=list)
     """The tokens of each request's prompt, once they are known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
@@ -129,10 +139,20 @@ async def _send_events(
     events: AsyncIterator[tuple[int, Event]],
 ) -> None:
     head = _head(call, live, call.shape.chunk_object_name)
-    no_usage: Json = {"usage": None} if call.include_usage else {}
     usages: list[Usage] = []
+    num_tokens = 0
+
+    def usage_so_far() -> Json:
+        match call.usage_in_stream:
+            case UsageInStream.NEVER:
+                return {}
+            case UsageInStream.AT_END:
+                return {"usage": None}
+        num_prompt_tokens = sum(map(len, call.prompts))
+        return {"usage": usage_json([Usage(num_prompt_tokens, num_tokens, cached_tokens=0)])}
 
     async def send(i: int, event: Event) -> None:
+        nonlocal num_tokens
         if isinstance(event, Usage):
             usages.append(event)
             return
@@ -142,17 +162,18 @@ async def _send_events(
             return
         index = i * call.n + event.output_index
         if isinstance(event, OutputDelta):
+            num_tokens += len(event.token_ids)
             choice = call.shape.delta(index, event)
         elif error := error_from_finished(event):
             raise error
         else:
             choice = call.shape.finish(index, event)
-        await sse.send({**head, "choices": [choice], **no_usage})
+        await sse.send({**head, "choices": [choice], **usage_so_far()})
 
     await send(*first)
     async for i, event in events:
         await send(i, event)
-    if call.include_usage:
+    if call.usage_in_stream is not UsageInStream.NEVER:
         await sse.send({**head, "choices": [], "usage": usage_json(usages)})
 
 

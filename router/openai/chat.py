@@ -2,70 +2,27 @@
 
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from router.inference import Inference
 from router.openai.answer import Call
-from router.openai.json_object import Schema
-from router.openai.responses import ChatShape
+from router.openai.chat_shape import ChatShape
+from router.openai.messages import Message, check_messages, check_template_kwargs
 from router.openai.schema import UNIMPLEMENTED, Body
+from router.openai.tools import ToolFields
 from rpc.errors import InvalidArgumentError
 
 MAX_TOP_LOGPROBS = 20
 
-_TEMPLATE_NAMES = frozenset({"self", "model", "messages", "add_generation_prompt"})
 
-
-def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class TextPart(Schema):
-    """One piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Schema):
-    """One message of a chat."""
-
-    unimplemented = MappingProxyType(
-        {
-            "tool_calls": ([],),
-            "tool_call_id": (),
-            "function_call": (),
-            "audio": (),
-            "refusal": (),
-            "annotations": ([],),
-        }
-    )
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
-    name: str = ""
-
-    def for_template(self) -> dict[str, str]:
-        """What a chat template sees."""
-        message = {
-            # OpenAI's newer word for the same; templates know the older.
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "\n".join(part.text for part in self.content),
-        }
-        return message | {"name": self.name} if self.name else message
-
-
-class ChatBody(Body):
+class ChatBody(ToolFields, Body):
     """POST /v1/chat/completions."""
 
     unimplemented = MappingProxyType(
         {
             **UNIMPLEMENTED,
-            "tools": ([],),
-            "tool_choice": ("none",),
-            "parallel_tool_calls": (),
             "functions": ([],),
             "function_call": ("none",),
             "modalities": (["text"],),
@@ -74,8 +31,7 @@ class ChatBody(Body):
             "reasoning_effort": (),
             "verbosity": (),
             "web_search_options": (),
-            "prompt_cache_key": (),
-            "safety_identifier": (),
+            "prompt_cache_retention": ("in_memory", "in-memory"),
             "add_generation_prompt": (True,),
             "add_special_tokens": (False,),
             "continue_final_message": (False,),
@@ -108,22 +64,28 @@ class ChatBody(Body):
                 f"is {self.max_tokens}; it must equal max_completion_tokens, "
                 f"which is {self.max_completion_tokens}, or be absent",
             )
-        if taken := self.chat_template_kwargs.keys() & _TEMPLATE_NAMES:
-            raise InvalidArgumentError(
-                "chat_template_kwargs", f"has the key {min(taken)}, which the service itself sets"
-            )
+        check_messages(self.messages)
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
     """The call that a body asks for; raises QuireError."""
     body.check()
+    tools = body.tool_use(lambda: inference.chat_template(body.model))
+    if tools is not None and tools.new_reader is not None and body.structured() is not None:
+        raise InvalidArgumentError(
+            "tool_choice",
+            'is not "none"; it must be, with tools and a form that the output must have',
+        )
     prompt = await inference.render_chat(
         body.model,
         [message.for_template() for message in body.messages],
         **body.chat_template_kwargs,
+        **({} if tools is None else {"tools": tools.for_template}),
     )
     field_to_json = {
         **body.beam_field_to_json,
+        **(body.structured_field_to_json if tools is None else tools.field_to_json),
         "prompt": "messages",
         "logprobs": "top_logprobs",
     }
@@ -139,6 +101,8 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         ),
         add_special_tokens=False,  # the template wrote them
     )
+    if tools is not None:
+        request = tools.applied_to(request)
     return Call(
         request_id=request_id,
         requests=[request],
@@ -147,8 +111,9 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
             partial(inference.token_text, body.model),
             partial(inference.token_bytes, body.model),
             has_logprobs=body.logprobs,
+            new_reader=None if tools is None else tools.new_reader,
         ),
         stream=body.stream,
-        include_usage=body.include_usage,
+        usage_in_stream=body.usage_in_stream,
         field_to_json=field_to_json,
     )

@@ -110,6 +110,6 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         ),
         prompts=prompts,
         stream=body.stream,
-        include_usage=body.include_usage,
-        field_to_json=body.beam_field_to_json,
+        usage_in_stream=body.usage_in_stream,
+        field_to_json={**body.beam_field_to_json, **body.structured_field_to_json},
     )

@@ -5,7 +5,8 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import TypeAlias, TypeVar
 
 import structlog
@@ -24,9 +25,10 @@ from router.openai.errors import (
     error_from_validation,
     error_response,
 )
+from router.openai.json_object import Schema
 from router.openai.json_text import excerpt, json_bytes, parse_json
 from router.openai.responses import model_json
-from router.openai.schema import Body
+from router.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.precedence import with_precedence
 from rpc import telemetry
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
@@ -39,7 +41,7 @@ MAX_BODY_BYTES = 16 * 2**20
 _RESUMABLE_HEADER = "X-Quire-Resumable"
 _REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Schema)
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamRe
 def routes(
     inference: Inference, *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> list[web.AbstractRouteDef]:
-    """The routes below /v1.
+    """The routes below /v1, and those that vLLM has beside them.
 
     The runner must be made with `handler_cancellation=True`: a client that disconnects then cancels
     its handler, and that its requests. Without it a client that waits for an answer in one piece
@@ -91,17 +93,46 @@ def routes(
                 return _json_response(model_json(model, created))
         raise NotFoundError(f"model {excerpt(model_id)} is not served")
 
+    async def create_tokens(request: web.Request, _: _CallId) -> web.Response:
+        """Turn a text or a chat into the token ids that the model would see, as vLLM does."""
+        body = await _read_body(request, TokenizeBody, max_body_bytes)
+        return _json_response(await tokenize(inference, body))
+
+    async def create_text(request: web.Request, _: _CallId) -> web.Response:
+        """Turn token ids into text, special tokens and all, as vLLM does."""
+        body = await _read_body(request, DetokenizeBody, max_body_bytes)
+        return _json_response(await detokenize(inference, body))
+
+    async def get_version(_: web.Request, __: _CallId) -> web.Response:
+        """Tell the service's version."""
+        return _json_response({"version": version("quire")})
+
+    async def get_load(_: web.Request, __: _CallId) -> web.Response:
+        """Tell how many requests are live (`server_load`), and what memory they take."""
+        load = await inference.load()
+        num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
+        return _json_response({"server_load": num_live, **asdict(load)})
+
     async def refuse(request: web.Request, _: _CallId) -> web.Response:
-        if request.path in ("/v1/completions", "/v1/chat/completions", "/v1/models"):
+        if request.path in paths:
             raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
         raise NotFoundError(f"there is no {request.method} {request.path}")
 
-    return [
+    served = [
         web.post("/v1/completions", _endpoint(create_completion)),
         web.post("/v1/chat/completions", _endpoint(create_chat)),
         web.get("/v1/models", _endpoint(list_models)),
+        web.post("/tokenize", _endpoint(create_tokens)),
+        web.post("/detokenize", _endpoint(create_text)),
+        web.get("/version", _endpoint(get_version)),
+        web.get("/load", _endpoint(get_load)),
+    ]
+    paths = {route.path for route in served}
+    return [
+        *served,
         web.get("/v1/models/{id:.+}", _endpoint(get_model)),  # ids may hold slashes
         web.route("*", "/v1/{path:.*}", _endpoint(refuse)),
+        *(web.route("*", path, _endpoint(refuse)) for path in sorted(paths)),
     ]
 
 

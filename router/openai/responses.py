@@ -1,8 +1,8 @@
-"""The JSON objects that clients get, for completions and for chat completions.
+"""The JSON objects that clients get: of completions, and of what every kind of call has.
 
-The two differ only in the shape of a choice; `Shape` is that difference, and everything that
-streams or collects is written once, in `answer.py`. A shape belongs to one call: it remembers, for
-each choice, what its stream has carried so far.
+Completions and chats differ only in the shape of a choice; `Shape` is that difference, and
+everything that streams or collects is written once, in `answer.py`. A shape belongs to one call: it
+remembers, for each choice, what its stream has carried so far.
 """
 
 from collections import defaultdict
@@ -23,9 +23,6 @@ Json: TypeAlias = dict[str, object]
 
 TokenText: TypeAlias = Callable[[int], str]
 """The text of one token id alone."""
-
-TokenBytes: TypeAlias = Callable[[int], bytes]
-"""What one token id adds to the text, which may be a part of a character."""
 
 LOWEST_LOGPROB = -9999.0
 """Stands for the logarithm of zero, which JSON cannot say."""
@@ -58,12 +55,12 @@ class CollectedOutput:
 class Shape(Protocol):
     """How one kind of call shows its choices."""
 
-    def score(self, index: int, scores: PromptScores) -> None:
-        """Take what the model makes of a choice's prompt, before the choice's first delta."""
-
     id_prefix: str
     object_name: str
     chunk_object_name: str
+
+    def score(self, index: int, scores: PromptScores) -> None:
+        """Take what the model makes of a choice's prompt, before the choice's first delta."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
         """The choice of a stream's chunk: new text."""
@@ -119,14 +116,14 @@ class CompletionShape:
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """The choice of a stream's chunk: the end."""
-        return {"index": index, "text": "", "logprobs": None, **_end(finished)}
+        return {"index": index, "text": "", "logprobs": None, **end_json(finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
         """The choice of an answer in one piece."""
         return {
             "index": index,
             **self._shown(index, "".join(output.texts), output.token_ids, output.logprobs),
-            **_end(finished),
+            **end_json(finished),
         }
 
     def _shown(
@@ -157,7 +154,7 @@ class CompletionShape:
         scores = {token_id: entry.logprob} | dict(entry.top)
         return {
             str(shown_id): {
-                "logprob": _finite(logprob),
+                "logprob": finite(logprob),
                 "decoded_token": self._token_text(shown_id),
             }
             for shown_id, logprob in scores.items()
@@ -176,7 +173,7 @@ class CompletionShape:
         return {
             "tokens": tokens,
             "token_logprobs": [
-                None if entry is None else _finite(entry.logprob) for entry in logprobs
+                None if entry is None else finite(entry.logprob) for entry in logprobs
             ],
             "top_logprobs": [
                 None if entry is None else self._top(token, entry)
@@ -189,76 +186,9 @@ class CompletionShape:
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
             # Ids of the same text collide in this shape: the likeliest, which comes first, stays.
-            top.setdefault(self._token_text(token_id), _finite(logprob))
-        top.setdefault(token, _finite(entry.logprob))  # OpenAI adds the one that was drawn
+            top.setdefault(self._token_text(token_id), finite(logprob))
+        top.setdefault(token, finite(entry.logprob))  # OpenAI adds the one that was drawn
         return top
-
-
-class ChatShape:
-    """Choices of /v1/chat/completions."""
-
-    id_prefix = "chatcmpl-"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
-
-    def __init__(
-        self, token_text: TokenText, token_bytes: TokenBytes, *, has_logprobs: bool
-    ) -> None:
-        self._token_text = token_text
-        self._token_bytes = token_bytes
-        self._has_logprobs = has_logprobs
-        self._introduced: set[int] = set()
-
-    def score(self, index: int, scores: PromptScores) -> None:
-        """Nothing: OpenAI's chats show nothing of it, and no body asks for it."""
-
-    def delta(self, index: int, delta: OutputDelta) -> Json:
-        """The choice of a stream's chunk: new text, the first time with the role."""
-        return {
-            "index": index,
-            "delta": {**self._role_once(index), "content": delta.text},
-            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": None,
-        }
-
-    def finish(self, index: int, finished: OutputFinished) -> Json:
-        """The choice of a stream's chunk: the end."""
-        delta = self._role_once(index)
-        return {"index": index, "delta": delta, "logprobs": None, **_end(finished)}
-
-    def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
-        """The choice of an answer in one piece."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(output.texts), "refusal": None},
-            "logprobs": self._logprobs(output.token_ids, output.logprobs),
-            **_end(finished),
-        }
-
-    def _role_once(self, index: int) -> Json:
-        if index in self._introduced:
-            return {}
-        self._introduced.add(index)
-        return {"role": "assistant"}
-
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json | None:
-        if not self._has_logprobs:
-            return None
-        content = [
-            {
-                **self._token(token_id, entry.logprob),
-                "top_logprobs": [self._token(top_id, logprob) for top_id, logprob in entry.top],
-            }
-            for token_id, entry in zip(token_ids, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._token_text(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(self._token_bytes(token_id)),
-        }
 
 
 def usage_json(usages: Sequence[Usage]) -> Json:
@@ -288,7 +218,8 @@ def model_json(model: ModelInfo, created: int) -> Json:
     }
 
 
-def _end(finished: OutputFinished) -> Json:
+def end_json(finished: OutputFinished) -> Json:
+    """What a choice says of its end."""
     # `stop_reason` is vLLM's: which stop string or stop token it was.
     stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
     end: Json = {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
@@ -297,5 +228,6 @@ def _end(finished: OutputFinished) -> Json:
     return end
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
     return max(logprob, LOWEST_LOGPROB)

@@ -5,7 +5,9 @@ gets its shape: a null counts as unset, an unknown field or a wrong type is an e
 and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its value asks
 for nothing (`echo: false`).
 
-The only field that is accepted and has no effect is `user`, a label for the provider's records.
+Four fields are accepted and change nothing, because what they ask for has no effect on an output:
+`user`, `safety_identifier` and `metadata` are labels for records that are not kept (`store: true`
+is refused), and `prompt_cache_key` helps to find a cached prefix, which is found without it.
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from typing import Annotated, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from router.domain import GenerateRequest, SamplingParams
+from router.openai.answer import UsageInStream
 from router.openai.beam import BeamFields
 from router.openai.json_object import Schema
 from router.openai.json_text import excerpt
@@ -34,11 +37,11 @@ def _listed(value: object) -> object:
 class StreamOptions(Schema):
     """What a stream carries besides the text."""
 
-    unimplemented = MappingProxyType(
-        {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-    )
+    unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: the usage is in every event, as far as it has come."""
 
 
 class Body(StructuredFields, BeamFields):
@@ -49,6 +52,9 @@ class Body(StructuredFields, BeamFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str = ""
+    safety_identifier: str = ""
+    metadata: Annotated[dict[str, str], Field(default_factory=dict)]
+    prompt_cache_key: str = ""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -73,14 +79,22 @@ class Body(StructuredFields, BeamFields):
     cache_pin_s: float | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with what the request cost."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in_stream(self) -> UsageInStream:
+        """Where a stream tells what the request cost."""
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats:
+            return UsageInStream.ALWAYS
+        return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
 
     def check(self) -> None:
         """Check what concerns several fields; raises InvalidArgumentError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats and not options.include_usage:
+            raise InvalidArgumentError(
+                "stream_options.continuous_usage_stats", "is true; it needs include_usage to be too"
+            )
 
     def to_request(
         self, prompt: Prompt, *, request_id: str, sampling: SamplingParams, add_special_tokens: bool
@@ -133,7 +147,6 @@ def _parse_token_id(key: str) -> int:
 UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "store": (False,),
-        "metadata": ({},),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),

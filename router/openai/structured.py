@@ -1,6 +1,7 @@
 """The fields by which OpenAI's and vLLM's clients say what form an output must have."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -98,6 +99,16 @@ class StructuredFields(Schema):
                 " the guided_* fields; an output can have one form",
             )
         return forms[0] if forms else None
+
+    @property
+    def structured_field_to_json(self) -> Mapping[str, str]:
+        """What the client's JSON calls the fields of a form."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return {"structured.json_schema": "response_format.json_schema.schema"}
+        prefix = "structured_outputs." if self.structured_outputs is not None else "guided_"
+        kinds = {"json_schema": "json", "json_object": "json_object", "regex": "regex"}
+        kinds |= {"choice": "choice", "grammar": "grammar"}
+        return {f"structured.{form}": prefix + name for form, name in kinds.items()}
 
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from router.chat_template import ChatTemplate
 from router.domain import (
     Event,
     FinishReason,
@@ -95,6 +96,7 @@ class FakeInference:
         self.refusal: Exception | None = None
         self.requests: list[GenerateRequest] = []
         self.lives: list[FakeLiveRequest] = []
+        self.template = ChatTemplate("{{ tools }}<tool_call>", {})
         self.chats: list[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]] = []
         self.traceparents: list[str] = []
         self.generated = asyncio.Event()
@@ -116,6 +118,10 @@ class FakeInference:
         del model
         self.chats.append((messages, template_kwargs))
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def chat_template(self, model: str) -> ChatTemplate:
+        del model
+        return self.template
 
     def token_text(self, model: str, token_id: int) -> str:
         del model
