@@ -30,6 +30,15 @@ _STATUS_TO_TYPE = {
     504: "timeout_error",
 }
 
+_STATUS_TO_CODE = {
+    401: "invalid_api_key",
+    404: "not_found",
+    409: "already_exists",
+    413: "body_too_large",
+    429: "rate_limit_exceeded",
+}
+"""OpenAI's codes are words, and absent where the message says it all: strict clients parse them."""
+
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
     NotFoundError,
@@ -62,7 +71,7 @@ def error_json(error: QuireError) -> dict[str, object]:
             "message": str(error),
             "type": _STATUS_TO_TYPE.get(status, default_type),
             "param": error.field if isinstance(error, InvalidArgumentError) else None,
-            "code": int(status),
+            "code": _STATUS_TO_CODE.get(status),
         }
     }
 

@@ -108,7 +108,7 @@ def routes(
         return _json_response({"version": version("quire")})
 
     async def get_load(_: web.Request, __: _CallId) -> web.Response:
-        """Tell how many requests are live (`server_load`), and what memory they take."""
+        """Tell how many sequences are live (`server_load`), and the scheduler's whole load."""
         load = await inference.load()
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
         return _json_response({"server_load": num_live, **asdict(load)})

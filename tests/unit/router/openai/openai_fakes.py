@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Self
 
 from router.chat_template import ChatTemplate
@@ -9,6 +10,7 @@ from router.domain import (
     Event,
     FinishReason,
     GenerateRequest,
+    Load,
     ModelInfo,
     OutputDelta,
     OutputFinished,
@@ -16,7 +18,7 @@ from router.domain import (
     Usage,
 )
 from rpc import telemetry
-from rpc.errors import NotFoundError
+from rpc.errors import InvalidArgumentError, NotFoundError
 
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]
 
@@ -104,8 +106,7 @@ class FakeInference:
     async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
         if self.refusal is not None:
             raise self.refusal
-        if request.model not in ("", MODEL.id):
-            raise NotFoundError(f"model {request.model} is not served")
+        self.model(request.model)
         self.requests.append(request)
         self.traceparents.append(telemetry.inject())
         self.lives.append(FakeLiveRequest(request, self.script(request)))
@@ -129,6 +130,37 @@ class FakeInference:
 
     def token_bytes(self, model: str, token_id: int) -> bytes:
         return self.token_text(model, token_id).encode()
+
+    async def tokenize(
+        self, model: str, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        self.model(model)
+        if len(text) > MODEL.max_model_len:
+            raise InvalidArgumentError("text", f"has {len(text)} bytes; it must have at most 64")
+        return [*([0] if add_special_tokens else ()), *map(ord, text)]
+
+    async def tokenize_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> list[int]:
+        return [*map(ord, await self.render_chat(model, messages, **template_kwargs))]
+
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        self.model(model)
+        for i, token_id in enumerate(token_ids):
+            if token_id >= MODEL.vocab_size:
+                raise InvalidArgumentError(f"token_ids[{i}]", f"is {token_id}; it is too large")
+        return "".join(chr(token) for token in token_ids if token or not skip_special_tokens)
+
+    async def load(self) -> Load:
+        names = [field.name for field in fields(Load)]
+        return Load(**{name: number for number, name in enumerate(names)})
+
+    def model(self, name: str) -> ModelInfo:
+        if name not in ("", MODEL.id):
+            raise NotFoundError(f"model {name} is not served")
+        return MODEL
 
     def models(self) -> tuple[ModelInfo, ...]:
         return (MODEL,)

@@ -35,6 +35,10 @@ SHARED_FIELDS = {
     "cache_pin_s": 30.0,
     "request_id": "mine",
     "user": "no effect",
+    "safety_identifier": "no effect",
+    "metadata": {"no": "effect"},
+    "prompt_cache_key": "no effect",
+    "service_tier": "auto",
     "store": False,
 }
 
@@ -97,6 +101,8 @@ async def test_every_field_of_a_chat_arrives(http, inference):
         "logprobs": True,
         "top_logprobs": 3,
         "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
         "response_format": {"type": "text"},
         "chat_template_kwargs": {"enable_thinking": False},
     }
@@ -199,7 +205,7 @@ async def refused(http, path, body, status=400, **kwargs):
         assert response.headers["X-Request-Id"]
         error = (await response.json())["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert error["code"] == status
+        assert error["code"] == {404: "not_found", 409: "already_exists"}.get(status)
         return error
 
 
@@ -219,6 +225,12 @@ async def refused(http, path, body, status=400, **kwargs):
         ({"stream_options": 3, "stream": True}, "stream_options", "is 3; it must be an object"),
         ({"stream_options": {}}, "stream_options", "it needs stream to be true"),
         ({"stream_options": {"usage": 1}, "stream": True}, "stream_options.usage", "no such field"),
+        (
+            {"stream_options": {"continuous_usage_stats": True}, "stream": True},
+            "stream_options.continuous_usage_stats",
+            "it needs include_usage",
+        ),
+        ({"metadata": {"a": 1}}, "metadata.a", "is 1; it must be a valid string"),
         ({"request_id": "a\nb"}, "request_id", "request_id is"),
         ({"prompt": None}, "prompt", "prompt is missing"),
         ({"prompt": []}, "prompt", "prompt is []"),
@@ -286,6 +298,7 @@ async def test_bad_completion_is_refused_by_name(http, inference, fields, param,
         ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be a valid boolean"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "is 2; it must equal"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "key messages"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "key tools"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "key self"),
         ({"prompt": "x"}, "prompt", "there is no such field"),
     ],

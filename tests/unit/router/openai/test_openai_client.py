@@ -87,6 +87,22 @@ async def test_completion_stream_of_several_prompts(client, inference):
     assert (usage.prompt_tokens, usage.completion_tokens) == (4, 8)
 
 
+async def test_usage_is_in_every_event_if_asked_for(client, inference):
+    inference.script = lambda request: spell(request.prompt.upper())(request)
+    stream = await client.completions.create(
+        model="org/tiny",
+        prompt=["ab", "cde"],
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    usages = [chunk.usage async for chunk in stream]
+    assert {usage.prompt_tokens for usage in usages[:-1]} == {6}  # the fake's, of two prompts
+    num_tokens = [usage.completion_tokens for usage in usages]
+    assert num_tokens == sorted(num_tokens)
+    assert set(num_tokens) == {1, 2, 3, 4, 5}
+    assert num_tokens[-2:] == [5, 5]
+
+
 async def test_legacy_logprobs_have_offsets_and_the_drawn_token(client):
     completion = await client.completions.create(model="org/tiny", prompt="x", logprobs=2)
     logprobs = completion.choices[0].logprobs

@@ -1,0 +1,214 @@
+"""Tools, by the `openai` package: what the model is shown and held to, what the client is told."""
+
+import json
+
+import openai
+import pytest
+from openai_fakes import spell
+
+from router.chat_template import ChatTemplate
+from router.domain import FinishReason, StructuredForm
+from rpc.errors import InvalidArgumentError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time"}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture
+async def client(server):
+    host, port = server
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def streamed(client, **options):
+    """What the deltas of the one choice come to: content, calls, finish reason."""
+    content, calls, reasons = "", [], []
+    async for chunk in await client.chat.completions.create(
+        model="org/tiny", messages=HELLO, stream=True, **options
+    ):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasons.append(choice.finish_reason)
+        for piece in choice.delta.tool_calls or ():
+            if piece.id is not None:
+                assert (piece.index, piece.type) == (len(calls), "function")
+                calls.append([piece.function.name, ""])
+            calls[piece.index][1] += piece.function.arguments
+    assert set(reasons[:-1]) <= {None}
+    return content, calls, reasons[-1]
+
+
+async def test_tools_are_shown_to_the_template_as_they_were_sent(client, inference):
+    for choice in ("none", "auto", openai.omit):
+        await client.chat.completions.create(
+            model="org/tiny", messages=HELLO, tools=[ADD, NOW], tool_choice=choice
+        )
+    assert [kwargs for _, kwargs in inference.chats] == [{"tools": [ADD, NOW]}] * 3
+    assert [request.sampling.structured for request in inference.requests] == [None] * 3
+
+
+async def test_a_conversation_with_calls_can_be_sent_back(client, inference):
+    inference.script = spell(CALL)
+    options = {"model": "org/tiny", "tools": [ADD]}
+    first = await client.chat.completions.create(messages=HELLO, **options)
+    message = first.choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    await client.chat.completions.create(messages=[*HELLO, message.model_dump(), result], **options)
+    (_, sent_call, sent_result), _ = inference.chats[-1]
+    assert sent_result == result
+    assert sent_call == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        ],
+    }
+
+
+async def test_a_call_that_the_model_makes_is_told_apart_from_content(client, inference):
+    inference.script = spell(f"So:\n{CALL}\n{CALL}")
+    answer = await client.chat.completions.create(
+        model="org/tiny", messages=HELLO, tools=[ADD], n=2
+    )
+    for choice in answer.choices:
+        assert (choice.message.content, choice.finish_reason) == ("So:", "tool_calls")
+        assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+            ("add", '{"a":1}')
+        ] * 2
+    assert await streamed(client, tools=[ADD]) == ("So:", [["add", '{"a":1}']] * 2, "tool_calls")
+
+
+async def test_without_a_call_the_answer_is_as_without_tools(client):
+    answer = await client.chat.completions.create(model="org/tiny", messages=HELLO, tools=[ADD])
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Hi!", "stop")
+    assert choice.message.tool_calls is None
+    assert await streamed(client, tools=[ADD]) == ("Hi!", [], "stop")
+
+
+async def test_where_calls_are_not_wanted_tags_are_content(client, inference):
+    inference.script = spell(CALL)
+    for options in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        assert await streamed(client, **options) == (CALL, [], "stop")
+
+
+async def test_a_call_that_is_to_be_alone_ends_the_output(client, inference):
+    for parallel in (True, False):
+        await client.chat.completions.create(
+            model="org/tiny", messages=HELLO, tools=[ADD], stop="x", parallel_tool_calls=parallel
+        )
+    assert [request.stop for request in inference.requests] == [("x",), ("x", "</tool_call>")]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_call_of_one_function_is_its_arguments(client, inference, choice):
+    inference.script = spell('{"a": 1}')
+    options = {"tools": [ADD], "tool_choice": choice}
+    assert await streamed(client, **options) == ("", [["add", '{"a": 1}']], "tool_calls")
+    answer = await client.chat.completions.create(model="org/tiny", messages=HELLO, **options)
+    message = answer.choices[0].message
+    assert message.content is None
+    assert [call.function.arguments for call in message.tool_calls] == ['{"a": 1}']
+    structured = inference.requests[-1].sampling.structured
+    assert structured.form is StructuredForm.JSON_SCHEMA
+    assert json.loads(structured.texts[0]) == PARAMETERS
+
+
+async def test_a_required_call_chooses_its_function(client, inference):
+    inference.script = spell('{"name": "now", "arguments": {}}')
+    options = {"tools": [ADD, NOW], "tool_choice": "required"}
+    assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
+    (text,) = inference.requests[-1].sampling.structured.texts
+    add, now = json.loads(text)["anyOf"]
+    assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
+    assert now["properties"]["arguments"]["properties"] == {}
+    inference.script = spell('{"name": "now", "arg', FinishReason.LENGTH)
+    assert await streamed(client, **options) == ('{"name": "now", "arg', [], "length")
+
+
+async def test_a_call_that_was_cut_short_says_so(client, inference):
+    inference.script = spell('{"a"', FinishReason.LENGTH)
+    options = {"tools": [ADD], "tool_choice": NAMED}
+    assert await streamed(client, **options) == ("", [["add", '{"a"']], "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [ADD, ADD]}, r'tools\[1\].function.name is "add", like that of another'),
+        ({"tools": [NOW], "tool_choice": NAMED}, 'tool_choice names the function "add"; tools has'),
+        ({"tool_choice": "required"}, 'tool_choice is "required"; it needs tools'),
+        ({"tool_choice": NAMED}, "it needs tools"),
+        (
+            {"tools": [ADD], "response_format": {"type": "json_object"}},
+            'tool_choice is not "none"; it must be',
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            r'tools\[0\].function.name is "a b"',
+        ),
+        ({"tools": [{"type": "web_search"}]}, r'tools\[0\].type is "web_search"'),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "add", "arguments": "1"}}
+            ]}]},
+            r'messages\[0\].tool_calls\[0\].function.arguments is "1"; it must be the text of',
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+            ]}]},
+            r'messages\[0\].tool_calls is set; with role "user"',
+        ),
+    ],
+)  # fmt: skip
+async def test_what_makes_no_sense_is_refused_by_name(client, inference, options, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        await client.chat.completions.create(**{"model": "org/tiny", "messages": HELLO, **options})
+    assert not inference.requests
+
+
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        ("{{ messages }}", {"tools": [ADD]}, "tools has 1 entries.*chat template"),
+        ("{{ tools }}", {"tools": [ADD]}, 'tool_choice is "auto"; with this model it must be'),
+        ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
+    ],
+)
+async def test_what_the_model_cannot_do_is_refused_by_name(
+    client, inference, template, options, message
+):
+    inference.template = ChatTemplate(template, {})
+    with pytest.raises(openai.BadRequestError, match=message):
+        await client.chat.completions.create(model="org/tiny", messages=HELLO, **options)
+    assert not inference.requests
+
+
+async def test_a_schema_that_cannot_be_followed_is_the_tools(client, inference):
+    inference.refusal = InvalidArgumentError("sampling.structured.json_schema", "is no JSON schema")
+    with pytest.raises(openai.BadRequestError, match="tools is no JSON schema"):
+        await client.chat.completions.create(
+            model="org/tiny", messages=HELLO, tools=[ADD], tool_choice=NAMED
+        )
+    with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema is no"):
+        await client.chat.completions.create(
+            model="org/tiny",
+            messages=HELLO,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+        )
+    with pytest.raises(openai.BadRequestError, match="guided_json is no"):
+        await client.completions.create(
+            model="org/tiny", prompt="x", extra_body={"guided_json": {}}
+        )
