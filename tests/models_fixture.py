@@ -17,8 +17,13 @@ _ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 
 _CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}<|system|>{{ tools | tojson }} Call: <tool_call>{...}</tool_call>{% endif %}"
     "{% for message in messages %}"
-    "<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message.tool_calls or () %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}"
+    "{{ eos_token }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

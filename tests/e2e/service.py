@@ -194,6 +194,12 @@ class Service:
         status, body = self._get(child, path)
         return status, json.loads(body)
 
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The router's answer to a POST; raises `HTTPError` unless it is a 200."""
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.loads(response.read())
+
     def metrics(self, child: Child) -> dict[str, float]:
         """Each metric's name to the sum of its samples over all labels."""
         status, body = self._get(child, "/metrics")

@@ -113,6 +113,58 @@ def test_openai_chat(traced: Service, client: openai.OpenAI):
     assert _text(traced, request) == first.message.content
 
 
+ENUM = {"type": "string", "enum": ["red", "green"]}
+PAINT = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"colour": ENUM},
+        "required": ["colour"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("functions", [["paint"], ["paint", "wash"]], ids=["one", "of two"])
+def test_openai_required_tool_call(client: openai.OpenAI, functions: list[str]):
+    options = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Paint it."}],
+        "tools": [{"type": "function", "function": {**PAINT, "name": f}} for f in functions],
+        "tool_choice": "required",
+        "max_tokens": 64,
+    }
+    (choice,) = client.chat.completions.create(**options).choices
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
+    assert call.function.name in functions
+    assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+    options["messages"] += [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    pieces = [piece.function for c in chunks for piece in c.delta.tool_calls or ()]
+    assert pieces[0].name in functions
+    assert json.loads("".join(p.arguments for p in pieces))["colour"] in ("red", "green")
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_openai_auto_tool_choice_leaves_the_output_free(traced: Service, client: openai.OpenAI):
+    options = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Paint it."}],
+        "tools": [{"type": "function", "function": PAINT}],
+    }
+    answer = client.chat.completions.create(**options, max_tokens=24, temperature=0)
+    tokens = traced.post_json("/tokenize", options)["tokens"]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+    assert answer.choices[0].message.content == _text(
+        traced, generate_request(tokens, max_tokens=24)
+    )
+
+
 def test_openai_stop_string(traced: Service, client: openai.OpenAI):
     text = _text(traced, generate_request(TEXT, **GREEDY))
     stop = text[len(text) // 2 :][:4]
@@ -141,6 +193,21 @@ def test_events_end_with_done(traced: Service):
         events = response.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+def test_vllms_routes(traced: Service):
+    tokenized = traced.post_json("/tokenize", {"prompt": TEXT, "return_token_strs": True})
+    assert (
+        tokenized["tokens"]
+        == traced.stub.Tokenize(inference_pb2.TokenizeRequest(text=TEXT)).token_ids
+    )
+    assert (tokenized["count"], tokenized["max_model_len"]) == (len(tokenized["tokens"]), 4096)
+    assert len(tokenized["token_strs"]) == tokenized["count"]
+    text = traced.post_json("/detokenize", {"tokens": tokenized["tokens"]})
+    assert text == {"prompt": "<s>" + TEXT}
+    status, load = traced.get_json(traced.router, "/load")
+    assert (status, load["num_blocks"]) == (200, 256)
+    assert traced.get_json(traced.router, "/version")[0] == 200
 
 
 # --- gRPC -----------------------------------------------------------------------------------------
