@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test compose-test clients-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test public-clients-test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,13 @@ compose-test: setup
 clients-test: setup
 	clients/toolchains.sh
 	$(BIN)/pytest -m clients -rs tests/clients
+
+# Public clients whose requirements conflict with those of the tests: in an environment of their own.
+PUBLIC_CLIENTS := build/public-clients
+public-clients-test: setup
+	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
+	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
+	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python $(BIN)/pytest -m public_clients tests/e2e
 
 lint: setup
 	$(BIN)/ruff check

@@ -371,7 +371,7 @@ class Inference:
 
     def chat_template(self, model: str) -> ChatTemplate:
         """The model's template; raises `UnimplementedError` if it has none."""
-        self._check_name(model)
+        self.check_name(model)
         template = self._tokenizer.chat_template
         if template is None:
             raise UnimplementedError(f"model {self._model_name!r} has no chat template")
