@@ -2,13 +2,19 @@
 
 import ast
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any, cast
 
 from aiohttp import web
 
 import rpc.probes
+from router.openai.chat import ChatBody
+from router.openai.completions import CompletionBody
 from router.openai.face import routes as openai_routes
+from router.openai.json_object import Schema
+from router.openai.schema import NO_EFFECT
+from router.openai.tokens import DetokenizeBody, TokenizeBody
 
 _HEAD = """# HTTP
 
@@ -19,12 +25,73 @@ refused by name. Every process answers the probes.
 |---|---|
 """
 
+_FIELDS = """
+## Fields
+
+A field that is accepted is honoured, of OpenAI's and of vLLM's alike. These have no effect on an
+output, and are accepted: {no_effect}. They label records, which are not kept (`store: true` is
+refused), or help to find a cached prefix, which is found without.
+
+`tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls
+that the model writes as `<tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>` (Qwen, Hermes)
+become `message.tool_calls`; where the template shows another way of writing them, "auto" is refused
+by name, and so is a function with `strict: true`. With "required", or a function's name, the output
+is made to be one call, whatever the model's way, and its arguments follow the function's JSON
+schema. `finish_reason` is "tool_calls" behind calls, unless the output was cut at `max_tokens`.
+
+`stream_options` takes `include_usage`, and with it vLLM's `continuous_usage_stats`: each event has
+the tokens so far.
+
+An error's `type`, `param` and `message` say what was wrong; its `code` is a word (`not_found`,
+`rate_limit_exceeded` …) or null.
+
+| path | fields |
+|---|---|
+{taken}
+
+Refused by name, except with the value that asks for nothing:
+
+| path | fields |
+|---|---|
+{refused}
+"""
+
+_BODIES: dict[str, type[Schema]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+
 
 def page() -> str:
     """Return the page, in Markdown."""
     rows = [f"| `GET {path}` | {text} |" for path, text in probe_paths().items()]
     rows += [f"| `{method} {path}` | {text} |" for method, path, text in router_routes()]
-    return _HEAD + "\n".join(rows) + "\n"
+    return _HEAD + "\n".join(rows) + "\n" + _fields()
+
+
+def _fields() -> str:
+    taken, refused = [], []
+    for path, body in _BODIES.items():
+        names = sorted(field.alias or name for name, field in body.model_fields.items())
+        taken.append(f"| `{path}` | {_codes(names)} |")
+        if body.unimplemented:
+            refused.append(
+                f"| `{path}` | {_codes(sorted(map(_neutral, body.unimplemented.items())))} |"
+            )
+    return _FIELDS.format(
+        no_effect=_codes(sorted(NO_EFFECT)), taken="\n".join(taken), refused="\n".join(refused)
+    )
+
+
+def _codes(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _neutral(field: tuple[str, tuple[object, ...]]) -> str:
+    name, values = field
+    return f"{name}: {' or '.join(map(json.dumps, values))}" if values else name
 
 
 def probe_paths() -> dict[str, str]:

@@ -4,10 +4,6 @@ Which range a field has is checked where every face passes, behind `Inference.ge
 gets its shape: a null counts as unset, an unknown field or a wrong type is an error that names it,
 and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its value asks
 for nothing (`echo: false`).
-
-Four fields are accepted and change nothing, because what they ask for has no effect on an output:
-`user`, `safety_identifier` and `metadata` are labels for records that are not kept (`store: true`
-is refused), and `prompt_cache_key` helps to find a cached prefix, which is found without it.
 """
 
 from collections.abc import Mapping
@@ -28,6 +24,13 @@ Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""
 
 MAX_TOKEN_ID_DIGITS = 10
+
+NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+"""Accepted, and of no effect on an output, nor would they have one at OpenAI.
+
+Three are labels for records, which are not kept (`store: true` is refused); `prompt_cache_key` helps
+to find a cached prefix, which is found without it.
+"""
 
 
 def _listed(value: object) -> object:
