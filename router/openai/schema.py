@@ -28,7 +28,7 @@ MAX_TOKEN_ID_DIGITS = 10
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 """Accepted, and of no effect on an output, nor would they have one at OpenAI.
 
-Three are labels for records, which are not kept (`store: true` is refused); `prompt_cache_key` helps
+Three are labels for records, which are not kept: `store: true` is refused. `prompt_cache_key` helps
 to find a cached prefix, which is found without it.
 """
 

@@ -184,6 +184,7 @@ STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
     [
         ("{{ messages }}", {"tools": [ADD]}, "tools has 1 entries.*chat template"),
         ("{{ tools }}", {"tools": [ADD]}, 'tool_choice is "auto"; with this model it must be'),
+        ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
     ],
 )
