@@ -1,5 +1,6 @@
 """Decides how many KV blocks fit the device, and how much of the host's memory KV may take."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,7 @@ def _run_largest_step(
     """Most bytes that torch holds while that step runs, weights included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_rows)
+    limits = replace(limits, num_blocks=num_blocks)
     pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     torch.cuda.reset_peak_memory_stats(device)
     Executor(model, pool, limits, (), device, ranks=ranks).step(step)

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import grpc
@@ -267,6 +268,7 @@ def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_l
     blocks = np.concatenate([new.block_ids for new in step.new_rows])
     assert sorted(blocks.tolist()) == list(range(len(blocks)))
     pool = FakePool(len(blocks), limits.block_size)
+    limits = replace(limits, num_blocks=len(blocks))
     output = Executor(FakeModel(), pool, limits, (), torch.device("cpu")).step(step)
     assert len(output.sampled_rows) == max_num_seqs
     assert output.num_computed_tokens == max_num_seqs * min(32 // max_num_seqs, max_model_len - 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpu_worker import kv_exchange
+from gpu_worker.block_labels import BlockLabels
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.server import WorkerService
@@ -254,6 +255,7 @@ class IdleExecutor:
 
     def __init__(self, host_pool):
         self.host_pool = host_pool
+        self.labels = BlockLabels(Limits(1, 8, 8, 4, 4, 8, num_host_blocks=NUM_BLOCKS))
 
     def bind_thread(self):
         pass
