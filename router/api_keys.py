@@ -117,6 +117,10 @@ def read_keys_file(path: Path) -> KeysFile:
             for e in error.errors(include_input=False, include_url=False, include_context=False)
         ]
         raise ApiKeysError(f"{path}: {'; '.join(problems)}") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ApiKeysError(f"{path}: it is no TOML: {error}") from None
+    except RecursionError:
+        raise ApiKeysError(f"{path}: it is nested too deep") from None
     return KeysFile(
         {entry.hash(): Caller(entry.tenant, entry.operator) for entry in parsed.keys},
         {tenant: quota.to_quota() for tenant, quota in parsed.tenants.items()},

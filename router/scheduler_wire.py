@@ -43,6 +43,8 @@ from rpc.errors import (
 )
 from rpc.packing import pack_int32, unpack_int32, unpack_uint64
 
+_MAX_RETRY_AFTER_S: Final = 3600
+
 _REASON_FROM_PROTO: Final = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -220,6 +222,11 @@ def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
 
 def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else 1.0
+    if not 0 <= retry_after_s <= _MAX_RETRY_AFTER_S:  # false for NaN
+        raise InvalidArgumentError(
+            "refused.retry_after_s",
+            f"is {retry_after_s}; it must be in [0, {_MAX_RETRY_AFTER_S}]",
+        )
     error = error_from_code(message.code, message.message, retry_after_s)
     return Refusal(message.first_seq_key, error, retry_after_s)
 

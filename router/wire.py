@@ -264,7 +264,12 @@ def logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Reads the log-probability of a token."""
+    """Reads the log-probability of a token; raises InvalidArgumentError for lopsided lists."""
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise InvalidArgumentError(
+            "logprob.top_logprobs",
+            f"has {len(message.top_logprobs)} entries; it must have {len(message.top_token_ids)}",
+        )
     return TokenLogprob(
         message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     )

@@ -24,6 +24,9 @@ ERROR_DOMAIN = "quire.v1"
 _MAX_MESSAGE_BYTES = 1024
 """It travels three times, percent-encoded once, and peers may take no more than 8 KiB in all."""
 
+_MAX_RETRY_AFTER_S = 3600.0
+"""A peer that says to come back later than this is not taken at its word."""
+
 _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     error.code: error
     for error in (
@@ -82,7 +85,9 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
         return errors.InvalidArgumentError("request", f"is refused: {message}")
     # Without RetryInfo it is gRPC itself that says so: of a message too large, for one.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_info is not None:
-        return errors.TooBusyError(message, retry_info.retry_delay.ToTimedelta().total_seconds())
+        delay = retry_info.retry_delay
+        delay_s = delay.seconds + delay.nanos * 1e-9  # as a timedelta it may be out of range
+        return errors.TooBusyError(message, min(max(delay_s, 0.0), _MAX_RETRY_AFTER_S))
     return _CODE_TO_ERROR.get(code, errors.QuireError)(message)
 
 

@@ -9,6 +9,7 @@ from zlib import crc32
 MAGIC: Final = b"QUIREREC"
 """What a recording begins with."""
 _HEAD: Final = struct.Struct("<II")
+_MAX_PIECE_BYTES: Final = 2**20
 
 
 class RecordingError(Exception):
@@ -42,7 +43,7 @@ def read_frames(file: BinaryIO) -> Iterator[bytes | CutOff]:
             yield CutOff(len(head))
             return
         length, expected = _HEAD.unpack(head)
-        payload = file.read(length)
+        payload = _read(file, length)
         if len(payload) < length:
             yield CutOff(len(head) + len(payload))
             return
@@ -53,3 +54,12 @@ def read_frames(file: BinaryIO) -> Iterator[bytes | CutOff]:
             )
         yield payload
         number, offset = number + 1, offset + len(head) + length
+
+
+def _read(file: BinaryIO, length: int) -> bytes:
+    """Read up to `length` bytes; memory is taken for what there is, not for what is announced."""
+    pieces: list[bytes] = []
+    while length and (piece := file.read(min(length, _MAX_PIECE_BYTES))):
+        pieces.append(piece)
+        length -= len(piece)
+    return b"".join(pieces)

@@ -9,6 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from quire.v1 import recording_pb2
+from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
@@ -173,7 +174,7 @@ def read_recording(file: BinaryIO) -> tuple[CoreOrigin, Iterator[Entry | End | C
     first = next(frames, None)
     if not isinstance(first, bytes):
         raise RecordingError("it ends before its header does")
-    return _origin_from_payload(first), map(_entry_from_frame, frames)
+    return _origin_from_payload(first), map(_checked_entry, frames)
 
 
 def _origin_from_payload(payload: bytes) -> CoreOrigin:
@@ -198,6 +199,13 @@ def _config_from_json(text: str) -> SchedulerConfig:
         if name in members:
             members[name] = kind(members[name])
     return SchedulerConfig(**members)
+
+
+def _checked_entry(frame: bytes | CutOff) -> Entry | End | CutOff:
+    try:
+        return _entry_from_frame(frame)
+    except InvalidArgumentError as error:
+        raise RecordingError(f"a frame holds what is no call: {error}") from None
 
 
 def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
@@ -311,7 +319,13 @@ def _members(text: str) -> dict[str, Any]:
     def frozen(value: object) -> object:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
 
-    return {name: frozen(value) for name, value in json.loads(text).items()}
+    try:
+        members = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"a frame's JSON cannot be read: {error}") from None
+    if not isinstance(members, dict):
+        raise RecordingError("a frame's JSON is no object")
+    return {name: frozen(value) for name, value in members.items()}
 
 
 def _parse(kind: type[_M], payload: bytes) -> _M:

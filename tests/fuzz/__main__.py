@@ -1,0 +1,42 @@
+"""Fuzz for long: `python -m tests.fuzz --minutes 10`, each target its share of the time.
+
+Prints the cases that each took. A bad one is made small, printed, and kept in tests/fuzz/corpus;
+then the process ends with 1, after the other targets.
+"""
+
+import argparse
+import random
+import sys
+import time
+import traceback
+
+from tests.fuzz.corpus import write_case
+from tests.fuzz.hunt import hunt
+from tests.fuzz.registry import TARGETS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*", help=f"all if none is given: {', '.join(TARGETS)}")
+    parser.add_argument("--minutes", type=float, default=10, help="in all")
+    parser.add_argument("--seed", type=int, default=random.getrandbits(32), help="of the drawing")
+    options = parser.parse_args()
+    if unknown := set(options.targets) - set(TARGETS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    names = options.targets or list(TARGETS)
+    print(f"seed {options.seed}", flush=True)
+    num_found = 0
+    for name in names:
+        until = time.monotonic() + 60 * options.minutes / len(names)
+        num_cases, found = hunt(TARGETS[name], until, options.seed)
+        print(f"{name:20} {num_cases:9,} cases", "" if found is None else "FOUND", flush=True)
+        if found is not None:
+            num_found += 1
+            traceback.print_exception(found.__cause__)
+            path = write_case(TARGETS[name], found.case, str(found.__cause__)[:300])
+            print(f"kept as {path}", flush=True)
+    return 1 if num_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""The parsers of everything that comes from another process: a value, or an error that says why."""
+
+import contextlib
+import io
+import tempfile
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from gpu_worker.step import Limits
+from gpu_worker.wire import host_blocks_to_pull, host_blocks_to_read, step_input_from_proto
+from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
+from router.api_keys import ApiKeysError, read_keys_file
+from router.domain import ModelInfo as RouterModelInfo
+from router.openai.chat import ChatBody
+from router.openai.completions import CompletionBody
+from router.openai.errors import error_from_validation, error_response
+from router.openai.json_text import parse_json
+from router.scheduler_news import Refusal
+from router.scheduler_wire import news_from_proto
+from router.structured_output import to_grammar
+from router.validation import check_request, settle_sampling
+from router.wire import (
+    generate_request_from_proto,
+    load_from_proto,
+    resume_request_from_proto,
+    sampling_to_proto,
+)
+from rpc.errors import InvalidArgumentError, QuireError
+from rpc.status import DETAILS_KEY, error_to_status, status_to_error
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
+from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core_calls import (
+    Cancel,
+    CoreOrigin,
+    Defragment,
+    End,
+    Schedule,
+    Submit,
+    Update,
+)
+from scheduler_svc.domain import ModelInfo
+from scheduler_svc.wire.frames import MAGIC, RecordingError, to_frame
+from scheduler_svc.wire.kv import query_from_proto
+from scheduler_svc.wire.recording import (
+    call_to_payload,
+    end_to_payload,
+    origin_to_payload,
+    read_recording,
+)
+from scheduler_svc.wire.router import request_from_proto
+from scheduler_svc.wire.worker import result_from_proto, worker_info_from_proto
+from tests.fuzz import examples
+from tests.fuzz.json_bodies import bodies
+from tests.fuzz.messages import wire
+from tests.fuzz.target import Case, Check, Target
+
+_MAX_BYTES_PER_BYTE = 300
+_MAX_BYTES = 4 * 2**20
+"""What a parser may take for a case besides: more is memory that a peer can have us waste."""
+
+MODEL = ModelInfo("fake", 64, 1000, (0,), structured_output=True)
+ROUTER_MODEL = RouterModelInfo("fake", 64, 1000, (0,), structured_output=True)
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_model_len=32,
+    max_num_batched_tokens=16,
+    num_blocks=12,
+    block_size=4,
+    vocab_size=97,
+    num_host_blocks=6,
+    num_disk_blocks=5,
+)
+
+
+def _checked(parse: Callable[[bytes], object], *errors: type[Exception]) -> Check:
+    """Whatever `parse` raises but `errors`, or an error that names its field, is a finding."""
+
+    def check(case: Case) -> None:
+        tracemalloc.start()
+        try:
+            for data in case:
+                _try(parse, data, errors)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        most = _MAX_BYTES + _MAX_BYTES_PER_BYTE * sum(map(len, case))
+        assert peak < most, f"{peak} bytes of memory for {sum(map(len, case))}"
+
+    return check
+
+
+def _try(
+    parse: Callable[[bytes], object], data: bytes, errors: tuple[type[Exception], ...]
+) -> None:
+    try:
+        parse(data)
+    except errors:
+        pass
+    except QuireError as error:
+        if errors:
+            raise
+        if isinstance(error, InvalidArgumentError):
+            assert error.field.strip(), f"no field is named: {error}"
+        error_to_status(error)
+
+
+def _opened(
+    parse: Callable[[bytes], object], *errors: type[Exception]
+) -> Callable[[], contextlib.AbstractContextManager[Check]]:
+    return lambda: contextlib.nullcontext(_checked(parse, *errors))
+
+
+def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> Target:
+    """A parser of messages; bytes that are none are refused before, by gRPC."""
+    kind = type(known[0])
+
+    def parse_data(data: bytes) -> object:
+        try:
+            message = kind.FromString(data)
+        except DecodeError:
+            return None
+        return parse(message)
+
+    return Target(name, st.tuples(wire(*known)), _opened(parse_data), kind)
+
+
+# --- the router's ------------------------------------------------------------------------------
+
+
+def _generate(message: inference_pb2.GenerateRequest) -> None:
+    request = generate_request_from_proto(message, None)
+    check_request(request, ROUTER_MODEL, 1000)
+    if request.sampling.structured is not None:
+        to_grammar(request.sampling.structured)
+    num_tokens = len(request.prompt)
+    sampling_to_proto(settle_sampling(request.sampling, num_tokens, ROUTER_MODEL, 1))
+
+
+def _news(message: scheduler_pb2.ConnectResponse) -> None:
+    news = news_from_proto(message)
+    if isinstance(news, Refusal):
+        error_to_status(news.error)  # it is the client's
+        error_response(news.error)
+
+
+def _status(message: status_pb2.Status) -> None:
+    """A peer's error, whose details are whatever it put there."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = grpc.aio.Metadata((DETAILS_KEY, message.SerializeToString()))
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message.message)
+    told = status_to_error(error)
+    error_to_status(told)
+    error_response(told)
+
+
+def _retry_status(seconds: int) -> status_pb2.Status:
+    status = status_pb2.Status(code=8, message="full")
+    status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return status
+
+
+def _bad_request_status() -> status_pb2.Status:
+    status = status_pb2.Status(code=3, message="n is 0")
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field="n", description="is 0")
+    status.details.add().Pack(bad)
+    return status
+
+
+def _body(schema: Any) -> Callable[[bytes], None]:
+    def parse(data: bytes) -> None:
+        value = parse_json(data)
+        try:
+            body = schema.model_validate(value)
+        except ValidationError as error:
+            error_response(error_from_validation(error))
+            return
+        body.check()
+        body.sampling(max_tokens=1, logprobs=None)
+
+    return parse
+
+
+def _keys_file(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.toml"
+        path.write_bytes(data)
+        read_keys_file(path)
+
+
+_KEYS_FILE = b"""[[keys]]
+tenant = "a"
+key = "secret"
+operator = true
+[[keys]]
+tenant = "b"
+sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+[tenants.a]
+requests_per_minute = 60
+"""
+_TOML_PARTS = [
+    *_KEYS_FILE.splitlines(keepends=True),
+    b'key = ""\n', b"sha256 = 1\n", b"[[", b"]]", b"\xff", b"\0", b"[tenants.c]\n", b"= ",
+    b"[" * 900, b"key = " + b"[" * 2000, b"9" * 5000, b'"\\uD800"', b"1e999", b"inf", b"nan",
+]  # fmt: skip
+
+
+@st.composite
+def _patched(draw: st.DrawFn, whole: bytes, parts: list[bytes]) -> bytes:
+    """A file with some places replaced."""
+    data = whole
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = draw(st.integers(start, min(len(data), start + 16)))
+        data = data[:start] + draw(st.sampled_from(parts) | st.binary(max_size=6)) + data[end:]
+    return data
+
+
+# --- the scheduler's ---------------------------------------------------------------------------
+
+_CORE = SchedulerConfig(
+    num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64
+)
+
+
+def _submit(message: scheduler_pb2.Submit) -> None:
+    """Parse a request, and have it planned."""
+    request = request_from_proto(message, SourceId(0), MODEL, 1.0)
+    core = Replica(_CORE)
+    with contextlib.suppress(RequestRefusedError):
+        core.submit(request, 1.0)
+        core.schedule(1.0)
+
+
+def _recording_payloads() -> list[bytes]:
+    core = Replica(_CORE)
+    request = Request(
+        source=SourceId(0),
+        first_seq_key=SeqKey(1),
+        request_id="a",
+        prompt_token_ids=ints([1, 2, 3]),
+        n=2,
+        max_tokens=4,
+        sampling=b"",
+        priority=1,
+    )
+    core.submit(request, 1.0)
+    plan = core.schedule(1.0)
+    assert isinstance(plan, StepPlan)
+    outcome = StepOutcome(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
+    return [
+        origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
+        call_to_payload(Submit(request, 1.0), None, ""),
+        call_to_payload(Schedule(1.0, None), plan, ""),
+        call_to_payload(Update(outcome), None, ""),
+        call_to_payload(Cancel(SourceId(0), (SeqKey(1),)), None, ""),
+        call_to_payload(Defragment(), None, ""),
+        end_to_payload(End("over")),
+    ]
+
+
+_PAYLOADS = _recording_payloads()
+_JSON_PARTS = [b"[]", b"null", b"{}", b'{"a":1}', b"1", b'"x"', b"[" * 3000, b"", b"nonsense"]
+
+
+@st.composite
+def _recordings(draw: st.DrawFn) -> bytes:
+    """Files: of frames that are whole, of some that are not, or no recordings at all."""
+    payloads = [_PAYLOADS[0], *draw(st.lists(st.sampled_from(_PAYLOADS[1:]), max_size=4))]
+    if draw(st.booleans()):
+        place = draw(st.integers(0, len(payloads) - 1))
+        payloads[place] = draw(st.sampled_from(examples.recording_payloads(payloads[place])))
+    if draw(st.booleans()):
+        place = draw(st.integers(0, len(payloads) - 1))
+        payloads[place] = draw(_patched(payloads[place], _JSON_PARTS))
+    data = MAGIC + b"".join(map(to_frame, payloads))
+    return draw(_patched(data, [b"\xff\xff\xff\xff"])) if draw(st.booleans()) else data
+
+
+def _recording(data: bytes) -> None:
+    _, entries = read_recording(io.BufferedReader(io.BytesIO(data)))
+    for _ in entries:
+        pass
+
+
+TARGETS = (
+    _of_messages("generate-request", _generate, *examples.GENERATE),
+    _of_messages(
+        "resume-request",
+        lambda message: resume_request_from_proto(message, "", None),
+        *examples.RESUME,
+    ),
+    _of_messages("scheduler-news", _news, *examples.CONNECT_RESPONSES),
+    _of_messages("load", load_from_proto, common_pb2.Load(num_blocks=3, fragmentation=0.5)),
+    _of_messages("status", _status, _retry_status(1), _retry_status(2**62), _bad_request_status()),
+    Target("chat-body", st.tuples(bodies("chat")), _opened(_body(ChatBody))),
+    Target("completion-body", st.tuples(bodies("completion")), _opened(_body(CompletionBody))),
+    Target(
+        "keys-file",
+        st.tuples(_patched(_KEYS_FILE, _TOML_PARTS)),
+        _opened(_keys_file, ApiKeysError),
+    ),
+    _of_messages("submit", _submit, *examples.SUBMITS),
+    _of_messages("kv-query", query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
+    _of_messages("worker-info", worker_info_from_proto, *examples.WORKER_INFOS),
+    _of_messages(
+        "step-result", lambda message: result_from_proto(message, 0, 4), *examples.STEP_RESULTS
+    ),
+    Target("recording", st.tuples(_recordings()), _opened(_recording, RecordingError)),
+    _of_messages(
+        "step-batch",
+        lambda message: step_input_from_proto(message, LIMITS),
+        *examples.STEP_BATCHES,
+    ),
+    _of_messages(
+        "read-kv",
+        lambda message: host_blocks_to_read(message, LIMITS),
+        worker_pb2.ReadKvRequest(epoch=1),
+    ),
+    _of_messages(
+        "pull-kv",
+        lambda message: host_blocks_to_pull(message, LIMITS),
+        worker_pb2.PullKvRequest(epoch=1),
+    ),
+)
