@@ -250,7 +250,9 @@ class Inference:
             # Its tokens were charged when it began: see `_on_closed`.
             taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
             return await self._scheduler.resume(
-                request_id, tenant, lambda found: self._go_on(found, deadline, model, taken)
+                request_id,
+                tenant,
+                lambda found: self._go_on(found, (tenant, request_id), deadline, model, taken),
             )
         except BaseException as error:
             if isinstance(error, QuireError):
@@ -262,9 +264,16 @@ class Inference:
             raise
 
     def _go_on(
-        self, found: Resumption, deadline: float | None, model: ModelInfo, lease: Lease
+        self,
+        found: Resumption,
+        wanted: tuple[str, str],
+        deadline: float | None,
+        model: ModelInfo,
+        lease: Lease,
     ) -> LiveRequest:
         record, terms = replace(found.record, deadline=deadline), found.terms
+        if (record.tenant, record.request_id) != wanted:
+            raise QuireError("the scheduler resumed another request than it was asked to")
         patterns = [StopPattern.of(string) for string in terms.stop]
         return self._start(record, found.n, terms, patterns, model, lease)
 

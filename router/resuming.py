@@ -35,12 +35,19 @@ class ResumingCalls:
     def answer(
         self, resumption: Resumption, replay: Callable[[LiveRequest], None]
     ) -> LiveRequest | None:
-        """Starts the request and has `replay` bring it to where it is; None: nobody waits."""
+        """Starts the request and has `replay` bring it to where it is; None: nobody waits.
+
+        What `start` and `replay` raise, the call gets as well.
+        """
         start, answer = self._calls.pop(resumption.record.first_seq_key, (None, None))
         if start is None or answer is None or answer.done():
             return None
-        live = start(resumption)
-        replay(live)
+        try:
+            live = start(resumption)
+            replay(live)
+        except QuireError as error:
+            answer.set_exception(error)
+            raise
         answer.set_result(live)
         return live
 

@@ -33,7 +33,7 @@ from router.validation import MAX_N
 from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
-from rpc.errors import QuireError, TooBusyError, UnavailableError
+from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
@@ -236,17 +236,16 @@ class SchedulerClient:
             )
             if self._misfit is None:
                 self._set_starting(f"waiting for the model of {self._target}")
-            message = await call.read()
-            if message is _END:
+            welcome = await _read(call)
+            if welcome is None:
                 return
-            welcome = news_from_proto(message)
             if not isinstance(welcome, Welcome):
                 raise QuireError("the first message is not a welcome")
             outbox = self._meet(welcome)
             writer = asyncio.create_task(_write(call, outbox))
             try:
-                while (message := await call.read()) is not _END:
-                    self._hear(news_from_proto(message))
+                while (news := await _read(call)) is not None:
+                    self._hear(news)
             finally:
                 writer.cancel()
         finally:
@@ -411,6 +410,16 @@ class SchedulerClient:
 
 class _MisfitError(QuireError):
     """The scheduler's model is not the one that the tokenizer is of."""
+
+
+async def _read(call: Any) -> News | None:
+    """What the scheduler says next; None: it has ended the stream."""
+    message = await call.read()
+    if message is _END:
+        return None
+    if message is None:  # so gRPC says that the bytes are no message
+        raise InvalidArgumentError("message", "cannot be parsed")
+    return news_from_proto(message)
 
 
 async def _write(call: Any, outbox: Outbox) -> None:

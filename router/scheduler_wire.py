@@ -21,6 +21,7 @@ from router.scheduler_news import (
     StepNews,
     Welcome,
 )
+from router.validation import MAX_N
 from router.wire import (
     FINISH_REASON_TO_PROTO,
     beam_from_proto,
@@ -112,6 +113,8 @@ def resume_record_of(request: GenerateRequest) -> bytes:
 
 def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     submit = message.submit
+    if not 1 <= submit.n <= MAX_N:
+        raise InvalidArgumentError("resumed.submit.n", f"is {submit.n}; it must be in [1, {MAX_N}]")
     try:
         terms = inference_pb2.GenerateRequest.FromString(submit.resume_record)
     except DecodeError as error:
@@ -179,6 +182,8 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
     # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
     seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
     token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
+    if token_ids and (least := min(token_ids)) < 0:
+        raise InvalidArgumentError("step.token_ids", f"has {least}; ids must be at least 0")
     if len(seq_keys) != len(token_ids):
         raise InvalidArgumentError(
             "step.token_ids", f"has {len(token_ids)} entries; it must have {len(seq_keys)}"

@@ -161,6 +161,8 @@ class WorkerLink:
     async def _read(self) -> None:
         try:
             async for message in self._call:
+                if message is None:  # so gRPC says that the bytes are no message
+                    raise InvalidArgumentError("result", "cannot be parsed")
                 self._receive(message)
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
