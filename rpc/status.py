@@ -116,8 +116,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         else:
             kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
         return make(
-            _wrap(getattr(handler, kind)),
-            # A stream's messages come from our own processes: no message is a bug, and UNKNOWN.
+            _wrap(getattr(handler, kind), handler.request_streaming),
+            # What a stream's deserializer raises, the handler's iterator raises.
             request_deserializer=handler.request_deserializer
             if handler.request_streaming
             else _or_error(handler.request_deserializer),
@@ -134,11 +134,15 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return deserialize(data)
         except DecodeError as error:
-            return errors.InvalidArgumentError(
-                "request", f"is no such message, or a string in it is not UTF-8: {error}"
-            )
+            return _no_message(error)
 
     return parse
+
+
+def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        "request", f"is no such message, or a string in it is not UTF-8: {error}"
+    )
 
 
 def _check(request: Any) -> None:
@@ -146,7 +150,12 @@ def _check(request: Any) -> None:
         raise request
 
 
-def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(behavior: Callable[..., Any], request_streaming: bool) -> Callable[..., Any]:
+    def blamed(error: Exception) -> Exception:
+        """Tell a client's message that is none from a bug of the handler's."""
+        is_clients = request_streaming and isinstance(error, DecodeError)
+        return _no_message(error) if is_clients else error
+
     if inspect.isasyncgenfunction(behavior):
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -158,7 +167,7 @@ def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - nothing is above
-                await context.abort(*error_to_status(error))
+                await context.abort(*error_to_status(blamed(error)))
 
         return generate
 
@@ -169,7 +178,7 @@ def _wrap(behavior: Callable[..., Any]) -> Callable[..., Any]:
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - nothing is above
-            await context.abort(*error_to_status(error))
+            await context.abort(*error_to_status(blamed(error)))
 
     return call
 

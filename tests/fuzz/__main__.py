@@ -5,10 +5,13 @@ then the process ends with 1, after the other targets.
 """
 
 import argparse
+import logging
 import random
 import sys
 import time
 import traceback
+
+import structlog
 
 from tests.fuzz.corpus import write_case
 from tests.fuzz.hunt import hunt
@@ -24,6 +27,9 @@ def main() -> int:
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     names = options.targets or list(TARGETS)
+    # What is refused is logged, and here nearly all is.
+    logging.disable()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {options.seed}", flush=True)
     num_found = 0
     for name in names:

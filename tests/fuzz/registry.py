@@ -1,5 +1,9 @@
 """All targets, by name."""
 
-from tests.fuzz import live_router, parsers
+from tests.fuzz import live_router, live_scheduler, live_worker, parsers
 
-TARGETS = {target.name: target for target in (*parsers.TARGETS, *live_router.TARGETS)}
+TARGETS = {
+    target.name: target
+    for module in (parsers, live_router, live_scheduler, live_worker)
+    for target in module.TARGETS
+}
