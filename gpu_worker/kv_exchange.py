@@ -82,6 +82,8 @@ async def pull_kv(
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):
+                if piece is None:  # so gRPC says that the bytes are no message
+                    raise UnavailableError(f"{source_target} sent what is no message")
                 num_blocks = len(piece.content) // block_bytes
                 max_bytes = (len(block_ids) - num_done) * block_bytes
                 _check(piece, num_blocks * block_bytes, max_bytes)

@@ -153,8 +153,9 @@ def _check(request: Any) -> None:
 def _wrap(behavior: Callable[..., Any], request_streaming: bool) -> Callable[..., Any]:
     def blamed(error: Exception) -> Exception:
         """Tell a client's message that is none from a bug of the handler's."""
-        is_clients = request_streaming and isinstance(error, DecodeError)
-        return _no_message(error) if is_clients else error
+        if request_streaming and isinstance(error, DecodeError):
+            return _no_message(error)
+        return error
 
     if inspect.isasyncgenfunction(behavior):
 

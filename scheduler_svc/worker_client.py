@@ -161,8 +161,6 @@ class WorkerLink:
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                if message is None:  # so gRPC says that the bytes are no message
-                    raise InvalidArgumentError("result", "cannot be parsed")
                 self._receive(message)
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
@@ -173,7 +171,9 @@ class WorkerLink:
         finally:
             self._lose(UnavailableError("it ended the Execute stream"))
 
-    def _receive(self, message: worker_pb2.StepResult) -> None:
+    def _receive(self, message: worker_pb2.StepResult | None) -> None:
+        if message is None:  # so gRPC says that the bytes are no message
+            raise InvalidArgumentError("result", "cannot be parsed")
         expected = self._in_flight[0].step_id if self._in_flight else None
         if message.epoch != self._config.epoch:
             raise InvalidArgumentError(

@@ -38,8 +38,8 @@ def main() -> int:
         print(f"{name:20} {num_cases:9,} cases", "" if found is None else "FOUND", flush=True)
         if found is not None:
             num_found += 1
-            traceback.print_exception(found.__cause__)
-            path = write_case(TARGETS[name], found.case, str(found.__cause__)[:300])
+            traceback.print_exception(found.error)
+            path = write_case(TARGETS[name], found.case, str(found.error)[:300])
             print(f"kept as {path}", flush=True)
     return 1 if num_found else 0
 

@@ -11,7 +11,9 @@ _STRUCTURED = common_pb2.SamplingParams(
     seed=1, max_tokens=4, structured=common_pb2.StructuredOutput(json_schema='{"type":"object"}')
 )
 _GRAMMAR = common_pb2.SamplingParams(
-    seed=1, max_tokens=4, structured=common_pb2.StructuredOutput(grammar="%llguidance {}\nstart: /a/")
+    seed=1,
+    max_tokens=4,
+    structured=common_pb2.StructuredOutput(grammar="%llguidance {}\nstart: /a/"),
 )
 
 GENERATE = (

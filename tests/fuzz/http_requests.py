@@ -7,16 +7,29 @@ from tests.fuzz.json_bodies import bodies
 _PATHS = (
     b"/v1/completions", b"/v1/chat/completions", b"/v1/models", b"/v1/models/x", b"/health",
     b"/ready", b"/metrics", b"/", b"*", b"/v1/models/%ff%00", b"/v1/../v1/models", b"//", b"/%",
-    b"/v1/completions?x=\xff", b"http://x/v1/models", b"/" + b"a" * 9000, b"/v1/models/" + b"%2e" * 9,
+    b"/v1/completions?x=\xff", b"http://x/v1/models", b"/" + b"a" * 9000,
+    b"/v1/models/" + b"%2e" * 9,
 )  # fmt: skip
-_METHODS = (b"POST", b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"CONNECT", b"get", b"")
+_METHODS = (
+    b"POST",
+    b"GET",
+    b"HEAD",
+    b"OPTIONS",
+    b"PUT",
+    b"DELETE",
+    b"TRACE",
+    b"CONNECT",
+    b"get",
+    b"",
+)
 _HEADERS = (
-    b"Content-Type: application/json", b"Content-Type: \xff", b"X-Request-Id: a b", b"X-Request-Id:",
-    b"X-Request-Id: " + b"x" * 200, b"traceparent: 00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01",
+    b"Content-Type: application/json", b"Content-Type: \xff", b"X-Request-Id: a b",
+    b"X-Request-Id:", b"X-Request-Id: " + b"x" * 200, b"traceparent: 00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01",
     b"traceparent: \xff", b"X-Quire-Resumable: maybe", b"X-Quire-Priority: 99999999999999999999",
     b"X-Quire-Tenant: \xe9", b"Expect: 100-continue", b"Expect: 200-ok", b"Connection: Upgrade",
     b"Upgrade: websocket", b"Upgrade: h2c", b"Content-Encoding: gzip", b"Content-Encoding: deflate",
-    b"Content-Encoding: br", b"Accept-Encoding: \x00", b"Transfer-Encoding: gzip", b"A" * 9000 + b": b",
+    b"Content-Encoding: br", b"Accept-Encoding: \x00", b"Transfer-Encoding: gzip",
+    b"A" * 9000 + b": b",
     b"Host: ", b"Host: a\r\nHost: b", b": x", b"no colon", b" folded", b"Cookie: " + b"a=b;" * 500,
     b"Range: bytes=0-", b"Authorization: Bearer \xff", b"Content-Length: 0", b"Content-Length: -1",
     b"Content-Length: 99999999999999999999", b"Content-Length: 1e3", b"priority: x",

@@ -5,6 +5,7 @@ import faulthandler
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -38,12 +39,12 @@ def short_pass(target: Target) -> None:
         _draw(target, check, target.num_examples, derandomize=True)
 
 
-class Found(Exception):
-    """A case that a check does not pass."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A bad case, made small, and what the check raises for it."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(repr(case))
-        self.case = case
+    case: Case
+    error: Exception
 
 
 def hunt(target: Target, until: float, seed: int) -> tuple[int, Found | None]:
@@ -63,10 +64,8 @@ def hunt(target: Target, until: float, seed: int) -> tuple[int, Found | None]:
         while time.monotonic() < until:
             try:
                 _draw(target, counted, _ROUND, seed=rng.getrandbits(64))
-            except Exception as error:
-                found = Found(last)  # the smallest comes last
-                found.__cause__ = error
-                return num_cases, found
+            except Exception as error:  # noqa: BLE001 - it is what is hunted for
+                return num_cases, Found(last, error)  # the smallest comes last
     return num_cases, None
 
 

@@ -60,9 +60,12 @@ _VALUES = st.recursive(
     max_leaves=8,
 )
 _RAW = (
-    b"", b" ", b"\xff\xfe", b"{", b"[" * 100_000, b'{"a":' * 5_000, b"nul", b'"\\ud800"', b"1" * 5000,
-    b"NaN", b'{"prompt": 1e999}', b'{"prompt": NaN}', b'{"prompt":"a","prompt":1}', b"\xef\xbb\xbf{}",
-    b'{"prompt":"a","max_tokens":' + b"9" * 5000 + b"}", b'{"prompt":"\xc3\x28"}', b"{}\0", b"{} {}",
+    b"", b" ", b"\xff\xfe", b"{", b"[" * 100_000, b'{"a":' * 5_000, b"nul", b'"\\ud800"',
+    b"1" * 5000,
+    b"NaN", b'{"prompt": 1e999}', b'{"prompt": NaN}', b'{"prompt":"a","prompt":1}',
+    b"\xef\xbb\xbf{}",
+    b'{"prompt":"a","max_tokens":' + b"9" * 5000 + b"}", b'{"prompt":"\xc3\x28"}', b"{}\0",
+    b"{} {}",
     b'{"prompt":"a","logit_bias":{"1":1,"1":2}}', b'{"messages":' + b"[" * 150 + b"]" * 150 + b"}",
 )  # fmt: skip
 

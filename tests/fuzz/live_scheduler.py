@@ -5,7 +5,7 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
@@ -35,7 +35,7 @@ class HonestRouter:
         self._router = FakeRouter(scheduler.target)
         self._next_key = 1
 
-    async def __aenter__(self) -> "HonestRouter":
+    async def __aenter__(self) -> Self:
         await self._router.connect("honest")
         return self
 

@@ -27,7 +27,7 @@ _INTS = {
 def _ints(least: int, most: int) -> st.SearchStrategy[int]:
     edges = sorted({e for edge in _EDGES for e in (edge, -edge) if least <= e <= most})
     return st.one_of(
-        st.integers(0, 12), st.sampled_from(edges + [least, most]), st.integers(least, most)
+        st.integers(0, 12), st.sampled_from([*edges, least, most]), st.integers(least, most)
     )
 
 

@@ -36,7 +36,7 @@ from router.wire import (
 )
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
 from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
 from scheduler_svc.core.replica import Replica
@@ -111,8 +111,8 @@ def _try(
     except QuireError as error:
         if errors:
             raise
-        if isinstance(error, InvalidArgumentError):
-            assert error.field.strip(), f"no field is named: {error}"
+        if isinstance(error, InvalidArgumentError) and not error.field.strip():
+            raise AssertionError(f"no field is named: {error}") from error
         error_to_status(error)
 
 
