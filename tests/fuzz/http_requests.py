@@ -24,7 +24,8 @@ _METHODS = (
 )
 _HEADERS = (
     b"Content-Type: application/json", b"Content-Type: \xff", b"X-Request-Id: a b",
-    b"X-Request-Id:", b"X-Request-Id: " + b"x" * 200, b"traceparent: 00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01",
+    b"X-Request-Id:", b"X-Request-Id: " + b"x" * 200,
+    b"traceparent: 00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01",
     b"traceparent: \xff", b"X-Quire-Resumable: maybe", b"X-Quire-Priority: 99999999999999999999",
     b"X-Quire-Tenant: \xe9", b"Expect: 100-continue", b"Expect: 200-ok", b"Connection: Upgrade",
     b"Upgrade: websocket", b"Upgrade: h2c", b"Content-Encoding: gzip", b"Content-Encoding: deflate",

@@ -25,5 +25,5 @@ class Target:
     """Set it up; what fails a check may leave it broken."""
     kind: type[Message] | None = None
     """What its byte strings mostly are; None: no messages."""
-    num_examples: int = 100
+    num_examples: int = 60
     """Of the short pass: what it costs decides."""
