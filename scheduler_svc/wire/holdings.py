@@ -21,6 +21,8 @@ def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Hol
         InvalidArgumentError: An array is not whole, or not parallel to the one beside it.
     """
     parts = list(parts)
+    if None in parts:  # so gRPC says that the bytes are no message
+        raise InvalidArgumentError("holdings", "cannot be parsed")
     return Holdings(
         rows=tuple(_row_from_proto(row) for part in parts for row in part.rows),
         device=_blocks_from_proto([part.device for part in parts], "device", DeviceBlockId),

@@ -124,6 +124,22 @@ WORKER_INFOS = (
     ),
 )
 
+HOLDINGS = (
+    worker_pb2.ReadHoldingsResponse(
+        rows=[
+            worker_pb2.HeldRow(
+                identity=b"i",
+                token_ids=pack_int32([5, 6, 7]),
+                num_computed_tokens=2,
+                block_ids=pack_int32([0]),
+            )
+        ]
+    ),
+    worker_pb2.ReadHoldingsResponse(
+        device=worker_pb2.HeldBlocks(block_ids=pack_int32([0, 1]), labels=b"h" * 64)
+    ),
+)
+
 STEP_RESULTS = (
     worker_pb2.StepResult(
         epoch=1,

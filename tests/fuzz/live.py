@@ -22,7 +22,8 @@ def in_event_loop(service: contextlib.AbstractAsyncContextManager[Probe]) -> Ite
         stack = contextlib.AsyncExitStack()
 
         async def start() -> Probe:
-            return await stack.enter_async_context(service)
+            async with asyncio.timeout(_HANG_S):
+                return await stack.enter_async_context(service)
 
         async def check_one(case: Case) -> None:
             async with asyncio.timeout(_HANG_S):

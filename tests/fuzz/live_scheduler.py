@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
-from quire.v1 import kv_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import kv_pb2, scheduler_pb2, worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
 from tests.fuzz import examples
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of
@@ -96,16 +96,14 @@ class SayingWorker(FakeWorker):
 
     async def start(self) -> "SayingWorker":
         self._server = grpc.aio.server()
-        methods = {
-            "Attach": grpc.unary_unary_rpc_method_handler(
-                self.Attach, worker_pb2.AttachRequest.FromString, as_is
-            ),
-            "Execute": grpc.stream_stream_rpc_method_handler(
-                self.Execute, worker_pb2.StepBatch.FromString, as_is
-            ),
-        }
-        handler = grpc.method_handlers_generic_handler("quire.v1.WorkerService", methods)
-        self._server.add_generic_rpc_handlers([handler])
+        execute = grpc.stream_stream_rpc_method_handler(
+            self.Execute, worker_pb2.StepBatch.FromString, as_is
+        )
+        handler = grpc.method_handlers_generic_handler(
+            "quire.v1.WorkerService", {"Execute": execute}
+        )
+        self._server.add_generic_rpc_handlers([handler])  # before those that do all the rest
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
         return self

@@ -52,6 +52,7 @@ from scheduler_svc.core_calls import (
 )
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.frames import MAGIC, RecordingError, to_frame
+from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.kv import query_from_proto
 from scheduler_svc.wire.recording import (
     call_to_payload,
@@ -271,6 +272,12 @@ def _recording_payloads() -> list[bytes]:
     ]
 
 
+def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
+    """Parse what a worker holds, and hold it against what it said that it is."""
+    info = worker_info_from_proto(examples.WORKER_INFOS[0])
+    check_holdings(holdings_from_proto([message, message]), info)
+
+
 _PAYLOADS = _recording_payloads()
 _JSON_PARTS = [b"[]", b"null", b"{}", b'{"a":1}', b"1", b'"x"', b"[" * 3000, b"", b"nonsense"]
 
@@ -318,6 +325,7 @@ TARGETS = (
     _of_messages(
         "step-result", lambda message: result_from_proto(message, 0, 4), *examples.STEP_RESULTS
     ),
+    _of_messages("holdings", _holdings, *examples.HOLDINGS),
     Target("recording", st.tuples(_recordings()), _opened(_recording, RecordingError)),
     _of_messages(
         "step-batch",
