@@ -292,7 +292,7 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
     steps = make_steps(limits, mean_output_len=6)
     await steps.attach(0)
     moving = {"defragment_interval_s": 3.0, "defragment_threshold": 0.0}
-    config = SchedulerConfig(14, 2, 4, 8, 24, 64, watermark=0.0, **moving)
+    config = SchedulerConfig(14, 2, 4, 8, 24, max_waiting=64, watermark=0.0, **moving)
     config = replace(config, num_host_blocks=num_host_blocks, num_disk_blocks=num_disk_blocks)
     core = Scheduler(replace(config, preemption_mode=PreemptionMode.SWAP))
     in_flight = deque()
