@@ -343,6 +343,6 @@ def as_input(plan):
     same = {
         field.name: getattr(plan, field.name)
         for field in fields(StepInput)
-        if field.name != "new_rows"
+        if field.name not in ("new_rows", "serialize")
     }
     return StepInput(new_rows=tuple(map(row, plan.new_sequences)), **same)
