@@ -29,7 +29,8 @@ from typing import Self, Unpack, cast
 import grpc
 import grpc.aio
 
-from quire import kv_wire, wire
+from quire import activity_wire, kv_wire, wire
+from quire.activity_types import WorkerActivity
 from quire.continuation import Continuation
 from quire.kv_types import WorkerKv
 from quire.retry import Retry, RetryBudget
@@ -297,6 +298,25 @@ class Client:
             response = self._stub.DescribeKv(request, timeout=timeout_s, metadata=self._metadata)
         return kv_wire.workers_kv_from_proto(response)
 
+    def describe_activity(
+        self,
+        *,
+        worker: str = "",
+        max_steps: int | None = None,
+        after_step_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[WorkerActivity, ...]:
+        """Say what the workers are doing: their loads, and the latest `max_steps` steps of each.
+
+        `after_step_id` leaves out what is known of one `worker` already.
+        """
+        request = activity_wire.describe_activity_request_to_proto(worker, max_steps, after_step_id)
+        with _quire_errors():
+            response = self._stub.DescribeActivity(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return activity_wire.activity_from_proto(response)
+
     def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""
         request = inference_pb2.GetLoadRequest()
@@ -501,6 +521,25 @@ class AsyncClient:
                 request, timeout=timeout_s, metadata=self._metadata
             )
         return kv_wire.workers_kv_from_proto(response)
+
+    async def describe_activity(
+        self,
+        *,
+        worker: str = "",
+        max_steps: int | None = None,
+        after_step_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[WorkerActivity, ...]:
+        """Say what the workers are doing: their loads, and the latest `max_steps` steps of each.
+
+        `after_step_id` leaves out what is known of one `worker` already.
+        """
+        request = activity_wire.describe_activity_request_to_proto(worker, max_steps, after_step_id)
+        with _quire_errors():
+            response = await self._stub.DescribeActivity(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return activity_wire.activity_from_proto(response)
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """Say how busy the service is."""

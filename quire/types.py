@@ -200,6 +200,8 @@ class Load:
     num_cached_blocks: int
     block_size: int
     num_workers: int
+    num_requests_swapped: int = 0
+    """Those of `num_requests_waiting` whose KV is on the host or the disk."""
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     num_cached_host_blocks: int = 0
@@ -217,3 +219,9 @@ class Load:
     """0: there is no disk tier."""
     num_free_disk_blocks: int = 0
     num_cached_disk_blocks: int = 0
+    num_swapped_out_blocks: int = 0
+    """Blocks copied from device to host since the start, demoted ones included."""
+    num_swapped_in_blocks: int = 0
+    num_stored_blocks: int = 0
+    """Blocks stored on the disk since the start."""
+    num_loaded_blocks: int = 0

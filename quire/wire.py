@@ -276,6 +276,7 @@ def load_from_proto(load: common_pb2.Load) -> Load:
         num_cached_blocks=load.num_cached_blocks,
         block_size=load.block_size,
         num_workers=load.num_workers,
+        num_requests_swapped=load.num_requests_swapped,
         num_host_blocks=load.num_host_blocks,
         num_free_host_blocks=load.num_free_host_blocks,
         num_cached_host_blocks=load.num_cached_host_blocks,
@@ -290,4 +291,8 @@ def load_from_proto(load: common_pb2.Load) -> Load:
         num_disk_blocks=load.num_disk_blocks,
         num_free_disk_blocks=load.num_free_disk_blocks,
         num_cached_disk_blocks=load.num_cached_disk_blocks,
+        num_swapped_out_blocks=load.num_swapped_out_blocks,
+        num_swapped_in_blocks=load.num_swapped_in_blocks,
+        num_stored_blocks=load.num_stored_blocks,
+        num_loaded_blocks=load.num_loaded_blocks,
     )

@@ -19,6 +19,7 @@ from router.openai import face as openai_face
 from router.scheduler_client import SchedulerClient
 from router.settings import RouterSettings
 from router.tokenizer import load_tokenizer
+from router.ui.face import Ui
 from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.server import Addresses, serve
@@ -70,8 +71,14 @@ async def run_router(
         add = open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
         add(kserve, server)  # type: ignore[no-untyped-call]
 
-    http = web.Application(middlewares=[] if api_keys is None else [key_middleware(api_keys)])
+    ui = Ui(inference) if settings.ui else None
+    open_paths = frozenset() if ui is None else ui.open_paths
+    http = web.Application(
+        middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
+    )
     http.add_routes(openai_face.routes(inference, max_body_bytes=settings.max_body_mb * _MIB))
+    if ui is not None:
+        http.add_routes(ui.routes())
     client = asyncio.create_task(scheduler.run(), name="scheduler client")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
     try:

@@ -3,7 +3,7 @@
 What is not exempted here needs a key, whichever face it belongs to.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final
 
 import grpc
@@ -54,11 +54,16 @@ def _refusal(error: UnauthenticatedError) -> Callable[[Any, Any], Awaitable[None
     return refuse
 
 
-def key_middleware(keys: ApiKeys) -> Middleware:
-    """Make the middleware that answers 401 to a call without a key; probes are outside of it."""
+def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middleware:
+    """Make the middleware that answers 401 to a call without a key; probes are outside of it.
+
+    `open_paths` can be got without one: they must tell nothing of anybody's.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in open_paths and request.method in ("GET", "HEAD"):
+            return await handler(request)
         try:
             keys.enter(request.headers.get("Authorization"))
         except UnauthenticatedError as error:

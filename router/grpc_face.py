@@ -156,6 +156,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         workers = await self._inference.describe_kv(request.query)
         return inference_pb2.DescribeKvResponse(workers=workers)
 
+    async def DescribeActivity(  # noqa: N802
+        self, request: inference_pb2.DescribeActivityRequest, _: CallContext
+    ) -> inference_pb2.DescribeActivityResponse:
+        """Passes on what the scheduler says of its workers' steps."""
+        workers = await self._inference.describe_activity(request.query)
+        return inference_pb2.DescribeActivityResponse(workers=workers)
+
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
     """Takes what the message says, and what the call says beside it."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
+from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.api_keys import ApiKeys
@@ -446,6 +447,12 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._scheduler.describe_kv(query)
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """What the workers are doing; raises as `describe_kv`."""
+        if self._has_api_keys:
+            check_operator()
+        return await self._scheduler.describe_activity(query)
 
     def check_name(self, name: str) -> None:
         """Raises `NotFoundError` unless it is the model's."""

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.domain import FinishReason, Load, OutputError
@@ -186,6 +187,18 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
         workers: Sequence[WorkerKv] = response.workers
+        return workers
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
+        if self._outbox is None or self._stub is None:
+            raise self.unavailable()
+        request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
+        try:
+            response = await self._stub.DescribeSchedulerActivity(request, timeout=_LOAD_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise status_to_error(error) from error
+        workers: Sequence[WorkerActivity] = response.workers
         return workers
 
     async def run(self) -> None:

@@ -40,6 +40,8 @@ class RouterSettings(ProcessSettings):
     them in the environment, since others see a command line."""
     api_keys_file: Path | None = None
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
+    ui: bool = True
+    """Whether HTTP has a web page at /ui: what the service is doing, and a playground."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads that turn text into tokens."""
 

@@ -18,6 +18,7 @@ from scheduler_svc.holding import live_seq_keys
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto
 from scheduler_svc.wire.kv import description_to_proto, query_from_proto
 from scheduler_svc.wire.router import (
     defragmentation_to_proto,
@@ -106,6 +107,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             workers=[
                 description_to_proto(worker, session.call(lambda core: describe(core, query)))
                 for worker, session in sessions.items()
+            ]
+        )
+
+    async def DescribeSchedulerActivity(  # noqa: N802
+        self,
+        request: scheduler_pb2.DescribeSchedulerActivityRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
+    ) -> scheduler_pb2.DescribeSchedulerActivityResponse:
+        """Say what each worker is doing."""
+        query = activity_query_from_proto(request.query)
+        sessions = self._fleet.sessions(request.query.worker)
+        return scheduler_pb2.DescribeSchedulerActivityResponse(
+            workers=[
+                activity_to_proto(worker, it.step_log, it.load(), it.space(), query)
+                for worker, it in sessions.items()
             ]
         )
 

@@ -49,6 +49,7 @@ from scheduler_svc.progress import Progress, SequencesAtWorker
 from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
+from scheduler_svc.step_log import StepLog
 from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.telemetry import QueueSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
@@ -75,6 +76,8 @@ class Session:
         """`wake` is the one that `link` sets."""
         self.has_progressed = False
         """Whether the worker has answered a step."""
+        self.step_log = StepLog()
+        """What it has done; for reading."""
         self._link = link
         self._core = core
         self._wake = wake
@@ -283,6 +286,7 @@ class Session:
                 self._link.send(plan)
             self._at_worker.sent(plan)
             self._meter.sent(plan)
+            self.step_log.sent(plan, self._core.load())
             self._pacer.sent(plan)
             self._metrics.schedule.observe(time.perf_counter() - started)
 
@@ -300,6 +304,7 @@ class Session:
         self._metrics.update.observe(time.perf_counter() - started)
         self.has_progressed = True
         self._meter.answered(result.execute_s)
+        self.step_log.answered(result.execute_s, timed.rpc_s, time.time())
         self._pacer.answered(result.execute_s)
         self._metrics.step_rpc.observe(timed.rpc_s)
         self._metrics.step_execute.observe(result.execute_s)

@@ -205,3 +205,61 @@ class Load(_message.Message):
     num_failed_disk_moves: int
     num_spilled_blocks: int
     def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_requests_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_promoted_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_moved_blocks: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., fragmentation: _Optional[float] = ..., host_fragmentation: _Optional[float] = ..., num_slots_held: _Optional[int] = ..., num_slots_written: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_free_disk_blocks: _Optional[int] = ..., num_cached_disk_blocks: _Optional[int] = ..., num_stored_blocks: _Optional[int] = ..., num_loaded_blocks: _Optional[int] = ..., num_failed_disk_moves: _Optional[int] = ..., num_spilled_blocks: _Optional[int] = ...) -> None: ...
+
+class ActivityQuery(_message.Message):
+    __slots__ = ("worker", "max_steps", "after_step_id")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    max_steps: int
+    after_step_id: int
+    def __init__(self, worker: _Optional[str] = ..., max_steps: _Optional[int] = ..., after_step_id: _Optional[int] = ...) -> None: ...
+
+class WorkerActivity(_message.Message):
+    __slots__ = ("worker", "attached_at_s", "load", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "busy_s", "steps")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    attached_at_s: float
+    load: Load
+    num_steps: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preemptions: int
+    busy_s: float
+    steps: _containers.RepeatedCompositeFieldContainer[StepRecord]
+    def __init__(self, worker: _Optional[str] = ..., attached_at_s: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., busy_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ...) -> None: ...
+
+class StepRecord(_message.Message):
+    __slots__ = ("step_id", "answered_at_s", "execute_s", "rpc_s", "num_prefill_tokens", "num_decode_tokens", "num_running", "num_waiting", "num_preemptions", "num_swapped_out_blocks", "num_swapped_in_blocks")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_S_FIELD_NUMBER: _ClassVar[int]
+    RPC_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    answered_at_s: float
+    execute_s: float
+    rpc_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    def __init__(self, step_id: _Optional[int] = ..., answered_at_s: _Optional[float] = ..., execute_s: _Optional[float] = ..., rpc_s: _Optional[float] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ...) -> None: ...

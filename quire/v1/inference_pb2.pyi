@@ -249,3 +249,15 @@ class DescribeKvResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_kv_pb2.WorkerKv]
     def __init__(self, workers: _Optional[_Iterable[_Union[_kv_pb2.WorkerKv, _Mapping]]] = ...) -> None: ...
+
+class DescribeActivityRequest(_message.Message):
+    __slots__ = ("query",)
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    query: _common_pb2.ActivityQuery
+    def __init__(self, query: _Optional[_Union[_common_pb2.ActivityQuery, _Mapping]] = ...) -> None: ...
+
+class DescribeActivityResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerActivity]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerActivity, _Mapping]]] = ...) -> None: ...

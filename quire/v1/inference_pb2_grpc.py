@@ -53,8 +53,9 @@ class InferenceServiceStub(object):
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
     do is the scheduler's policy; by default requests are served in the order in which they come. A router
     with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
-    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
+    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
+    it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def __init__(self, channel):
@@ -108,6 +109,11 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.DescribeKvRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.DescribeKvResponse.FromString,
                 _registered_method=True)
+        self.DescribeActivity = channel.unary_unary(
+                '/quire.v1.InferenceService/DescribeActivity',
+                request_serializer=quire_dot_v1_dot_inference__pb2.DescribeActivityRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.DescribeActivityResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -138,8 +144,9 @@ class InferenceServiceServicer(object):
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
     do is the scheduler's policy; by default requests are served in the order in which they come. A router
     with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
-    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
+    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
+    it is refused at once with DEADLINE_EXCEEDED.
     """
 
     def Generate(self, request, context):
@@ -212,6 +219,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeActivity(self, request, context):
+        """Says what each worker is doing, for people and tools: its load, and its latest steps. Errors are
+        those of `DescribeKv`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -260,6 +275,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_inference__pb2.DescribeKvRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.DescribeKvResponse.SerializeToString,
             ),
+            'DescribeActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeActivity,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.DescribeActivityRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.DescribeActivityResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'quire.v1.InferenceService', rpc_method_handlers)
@@ -296,8 +316,9 @@ class InferenceService(object):
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
     do is the scheduler's policy; by default requests are served in the order in which they come. A router
     with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as is `DescribeKv` without an operator's key. The
-    call's deadline counts: a request that cannot meet it is refused at once with DEADLINE_EXCEEDED.
+    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
+    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
+    it is refused at once with DEADLINE_EXCEEDED.
     """
 
     @staticmethod
@@ -533,6 +554,33 @@ class InferenceService(object):
             '/quire.v1.InferenceService/DescribeKv',
             quire_dot_v1_dot_inference__pb2.DescribeKvRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.DescribeKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/DescribeActivity',
+            quire_dot_v1_dot_inference__pb2.DescribeActivityRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.DescribeActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,11 @@ class SchedulerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.FromString,
                 _registered_method=True)
+        self.DescribeSchedulerActivity = channel.unary_unary(
+                '/quire.v1.SchedulerService/DescribeSchedulerActivity',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityResponse.FromString,
+                _registered_method=True)
         self.Migrate = channel.unary_unary(
                 '/quire.v1.SchedulerService/Migrate',
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.MigrateRequest.SerializeToString,
@@ -119,6 +124,13 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeSchedulerActivity(self, request, context):
+        """Says what each worker is doing; see `InferenceService.DescribeActivity`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Migrate(self, request, context):
         """Moves a live request with the KV of all its sequences to another worker, and returns when it is
         there. Its output is what it would have been, and it computes nothing again. If the move fails,
@@ -154,6 +166,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.DescribeSchedulerKv,
                     request_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.FromString,
                     response_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.SerializeToString,
+            ),
+            'DescribeSchedulerActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeSchedulerActivity,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityResponse.SerializeToString,
             ),
             'Migrate': grpc.unary_unary_rpc_method_handler(
                     servicer.Migrate,
@@ -282,6 +299,33 @@ class SchedulerService(object):
             '/quire.v1.SchedulerService/DescribeSchedulerKv',
             quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvRequest.SerializeToString,
             quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeSchedulerActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.SchedulerService/DescribeSchedulerActivity',
+            quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.DescribeSchedulerActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,1 @@
+"""The web page at /ui: what the service is doing, and a playground."""

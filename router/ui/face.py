@@ -1,0 +1,100 @@
+"""The routes of the web page: its files, which are anybody's, and its data, which need a key."""
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, TypeAlias
+
+import structlog
+from aiohttp import web
+
+from quire.v1.common_pb2 import ActivityQuery
+from quire.v1.kv_pb2 import KvQuery
+from router.inference import Inference
+from router.openai.errors import error_response
+from router.openai.json_text import json_bytes
+from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
+from router.ui.wire import activity_to_json, message_to_json, query_from_url
+from router.wire import load_to_proto
+from rpc.errors import QuireError
+
+API_PATH: Final = f"{PAGE_PATH}/api"
+
+log = structlog.get_logger()
+
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Ui:
+    """The page of one router."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._pages = tuple(read_pages())
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """What a browser must be able to get before anybody has typed a key."""
+        return frozenset(page.path for page in self._pages) | {f"{PAGE_PATH}/"}
+
+    def routes(self) -> list[web.AbstractRouteDef]:
+        """All below `PAGE_PATH`."""
+        return [
+            *_page_routes(self._pages),
+            web.get(f"{API_PATH}/load", _endpoint(self._load)),
+            web.get(f"{API_PATH}/kv", _endpoint(self._kv)),
+            web.get(f"{API_PATH}/activity", _endpoint(self._activity)),
+        ]
+
+    async def _load(self, _: web.Request) -> object:
+        """Say how busy the service is: `Load`."""
+        return message_to_json(load_to_proto(await self._inference.load()))
+
+    async def _kv(self, request: web.Request) -> object:
+        """Say who holds which KV blocks: `WorkerKv` of each worker; parameters as in `KvQuery`."""
+        workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
+        return {"workers": [message_to_json(worker) for worker in workers]}
+
+    async def _activity(self, request: web.Request) -> object:
+        """Say what the workers are doing: `WorkerActivity`; parameters as in `ActivityQuery`."""
+        query = query_from_url(ActivityQuery, request.query)
+        workers = await self._inference.describe_activity(query)
+        return {"workers": [activity_to_json(worker) for worker in workers]}
+
+
+def _page_routes(pages: Iterable[Page]) -> Iterable[web.AbstractRouteDef]:
+    async def to_page(_: web.Request) -> web.StreamResponse:
+        # Relative, so that it holds behind a proxy that puts a path before ours.
+        return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
+
+    for page in pages:
+        yield web.get(page.path, _file_handler(page), name=None)
+    yield web.get(f"{PAGE_PATH}/", to_page)
+
+
+def _file_handler(page: Page) -> _Handler:
+    async def get_page(_: web.Request) -> web.StreamResponse:
+        """Show the web page."""
+        return web.Response(
+            body=page.content, content_type=page.content_type, charset="utf-8", headers=HEADERS
+        )
+
+    return get_page
+
+
+def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
+    """Make the handler of a route that gives JSON, or an error in the shape of the other routes."""
+
+    @functools.wraps(read)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            body = json_bytes(await read(request))
+            response = web.Response(body=body, content_type="application/json")
+        except QuireError as error:
+            response = error_response(error)
+        except Exception:
+            log.exception("request_failed", path=request.path)
+            response = error_response(QuireError("internal error"))
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return handle

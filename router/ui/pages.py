@@ -1,0 +1,47 @@
+"""The page's files, as the package has them, and the headers that confine what they can do."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Final
+
+PAGE_PATH: Final = "/ui"
+
+HEADERS: Final = MappingProxyType(
+    {
+        # Everything from here, nothing inline, in nobody's frame: what a client puts into a request
+        # id, or a model into its text, is shown and never run.
+        "Content-Security-Policy": (
+            "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+)
+
+_SUFFIX_TO_TYPE: Final = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A file, and where it is served."""
+
+    path: str
+    content: bytes
+    content_type: str
+
+
+def read_pages() -> Iterable[Page]:
+    """Read the page itself, which is at `PAGE_PATH`, and what it is made of, below that."""
+    for file in (files(__package__) / "static").iterdir():
+        stem, dot, suffix = file.name.rpartition(".")
+        path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"
+        assert stem, f"{file.name} is no file of the page"
+        yield Page(path, file.read_bytes(), _SUFFIX_TO_TYPE[dot + suffix])

@@ -1,0 +1,117 @@
+// The map of one worker's KV blocks: a grid for each tier, and who holds the block under the pointer.
+
+import { bytes, int32s } from "./api.js";
+import { byId, colour, element, explain, legendEntry, number, prepare } from "./page.js";
+
+const STATES = [, "blank", "cached", "pinned", "held", "shared"]; // by KvBlockState
+const MAX_HEIGHT = 300;
+const [MIN_CELL, MAX_CELL] = [2, 15];
+
+const views = new Map(); // by tier
+let sequences = [];
+let blockSize = 0;
+let highlighted = null; // a sequence's number
+
+for (const state of STATES.slice(1).reverse()) byId("legend").append(legendEntry(state, state));
+byId("legend").lastChild.lastChild.textContent = "free";
+
+/** Shows a worker as `DescribeKv` has it, with block tables. */
+export function showBlocks(worker) {
+  blockSize = worker.block_size;
+  sequences = worker.sequences.map((seq) => ({
+    ...seq,
+    tables: {
+      device: int32s(seq.device_block_ids),
+      host: int32s(seq.host_block_ids),
+      disk: int32s(seq.disk_block_ids),
+    },
+  }));
+  for (const tier of worker.tiers) {
+    if (!views.has(tier.tier)) views.set(tier.tier, makeView(tier.tier));
+    const view = views.get(tier.tier);
+    view.states = bytes(tier.states);
+    const counts = [5, 4, 3, 2, 1].map((s) => `${number(tier[`num_${STATES[s]}`])} ${s === 1 ? "free" : STATES[s]}`);
+    const size = (tier.num_blocks * worker.block_bytes) / 2 ** 20;
+    const unseen = tier.next_block ? `; shown are the first ${number(view.states.length)}` : "";
+    view.title.textContent =
+      `${tier.tier}: ${number(tier.num_blocks)} blocks of ${blockSize} tokens, ${number(size)} MiB: ${counts.join(", ")}${unseen}`;
+    draw(view);
+  }
+  for (const [name, view] of views) {
+    if (worker.tiers.some((tier) => tier.tier === name)) continue;
+    view.root.remove();
+    views.delete(name);
+  }
+}
+
+/** Outlines the blocks of a sequence; of none: null. */
+export function highlight(seqId) {
+  if (highlighted === seqId) return;
+  highlighted = seqId;
+  views.forEach(draw);
+}
+
+function makeView(tier) {
+  const root = element("div", "", "tier");
+  const view = { tier, root, title: element("h3"), canvas: element("canvas"), states: [], columns: 1, cell: 1 };
+  view.canvas.dataset.tier = tier;
+  root.append(view.title, view.canvas);
+  byId("tiers").append(root);
+  explain(view.canvas, (x, y) => describe(view, x, y));
+  return view;
+}
+
+function draw(view) {
+  const width = view.canvas.clientWidth;
+  const count = view.states.length;
+  let cell = MAX_CELL;
+  while (cell > MIN_CELL && Math.ceil(count / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
+  view.cell = cell;
+  view.columns = Math.max(1, Math.floor(width / cell));
+  const rows = Math.ceil(count / view.columns);
+  const { context } = prepare(view.canvas, Math.max(cell, rows * cell));
+  const size = cell > 3 ? cell - 1 : cell;
+  // A colour at a time: setting it costs more than a rectangle does.
+  for (let state = 1; state < STATES.length; state += 1) {
+    context.fillStyle = colour(STATES[state]);
+    for (let block = 0; block < count; block += 1) {
+      if (view.states[block] !== state) continue;
+      const [x, y] = place(view, block);
+      context.fillRect(x, y, size, size);
+    }
+  }
+  const seq = sequences.find((each) => each.seq_id === highlighted);
+  if (!seq) return;
+  context.strokeStyle = colour("text");
+  context.lineWidth = Math.min(2, size / 2);
+  for (const block of seq.tables[view.tier]) {
+    const [x, y] = place(view, block);
+    context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+  }
+}
+
+function place(view, block) {
+  return [(block % view.columns) * view.cell, Math.floor(block / view.columns) * view.cell];
+}
+
+/** Says what the block at a place is, and who holds it. */
+function describe(view, x, y) {
+  const column = Math.floor(x / view.cell);
+  const block = Math.floor(y / view.cell) * view.columns + column;
+  if (x < 0 || column >= view.columns || block >= view.states.length) {
+    highlight(null);
+    return "";
+  }
+  const holders = sequences
+    .map((seq) => ({ seq, at: seq.tables[view.tier].indexOf(block) }))
+    .filter(({ at }) => at >= 0);
+  highlight(holders.length ? holders[0].seq.seq_id : null);
+  const state = STATES[view.states[block]];
+  const lines = holders.map(({ seq, at }) => {
+    // A table of host blocks is a swapped sequence's whole table; that of disk blocks continues it.
+    const index = view.tier === "disk" ? seq.tables.host.length + at : at;
+    return `request ${seq.request_id}, output ${seq.output_index}, sequence ${seq.seq_id} (${seq.status}): ` +
+      `entry ${index} of its table, tokens ${index * blockSize}–${(index + 1) * blockSize - 1}`;
+  });
+  return [`${view.tier} block ${block}: ${state === "blank" ? "free" : state}`, ...lines].join("\n");
+}

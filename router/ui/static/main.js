@@ -1,0 +1,62 @@
+// Starts the page: its tabs, its key, and the loop that keeps it up to date.
+
+import { ApiError, get, useKey } from "./api.js";
+import { byId } from "./page.js";
+import "./playground.js";
+import { showService } from "./service.js";
+
+const INTERVAL_MS = 500;
+const TABS = ["service", "playground"];
+
+let wake = () => {};
+
+for (const name of TABS) {
+  byId(`tab-${name}`).addEventListener("click", () => {
+    for (const each of TABS) {
+      byId(each).hidden = each !== name;
+      byId(`tab-${each}`).setAttribute("aria-selected", each === name);
+    }
+    wake();
+  });
+}
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(byId("key").value);
+  byId("key").value = "";
+  wake();
+});
+document.addEventListener("visibilitychange", () => wake());
+
+async function showFrame() {
+  if (!byId("model").textContent) {
+    const { data } = await get("v1/models");
+    byId("model").textContent = data.map((model) => model.id).join(", ");
+  }
+  if (!byId("service").hidden) await showService();
+}
+
+async function keepShowing() {
+  for (;;) {
+    try {
+      if (!document.hidden) await showFrame();
+      setStatus("live", "");
+      byId("key-form").hidden = true;
+    } catch (error) {
+      const needsKey = error instanceof ApiError && error.status === 401;
+      byId("key-form").hidden = !needsKey;
+      setStatus(needsKey ? "needs an API key" : error.message, "bad");
+      if (!(error instanceof ApiError || error instanceof TypeError)) throw error; // a bug
+    }
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, INTERVAL_MS);
+    });
+  }
+}
+
+function setStatus(text, className) {
+  byId("status").textContent = text;
+  byId("status").className = className;
+}
+
+keepShowing();

@@ -1,0 +1,125 @@
+// The page's first tab: asks the router what the service does, twice a second, and shows it.
+
+import { ApiError, get } from "./api.js";
+import { highlight, showBlocks } from "./blocks.js";
+import { byId, element, number, share } from "./page.js";
+import { clearSteps, lastStepId, showSteps } from "./timeline.js";
+
+const MAX_PAGES = 4; // of blocks and of sequences: 262,144 and 4,096
+const COLUMNS = [
+  "seq_id", "request_id", "output_index", "status", "num_tokens", "num_prompt_tokens",
+  "num_computed_tokens", "num_cached_tokens", "num_device_blocks", "num_host_blocks",
+  "num_disk_blocks", "num_shared_blocks",
+];
+
+let attachedAt = 0;
+
+byId("worker").addEventListener("change", clearSteps);
+byId("sequences").addEventListener("pointerover", (event) => {
+  const row = event.target.closest("tr");
+  highlight(row ? Number(row.dataset.seq) : null);
+});
+byId("sequences").addEventListener("pointerleave", () => highlight(null));
+
+/** Shows one frame. */
+export async function showService() {
+  showLoad(await get("ui/api/load"));
+  const note = byId("map-note");
+  try {
+    await showWorkers();
+    note.hidden = true;
+  } catch (error) {
+    // Tenants may not see others' blocks, but everything else.
+    if (!(error instanceof ApiError) || error.status !== 403) throw error;
+    note.textContent = error.message;
+    note.hidden = false;
+  }
+}
+
+async function showWorkers() {
+  const { workers } = await get("ui/api/activity", { max_steps: 0 });
+  const chosen = chooseWorker(workers.map((each) => each.worker));
+  if (!chosen) return;
+  await Promise.all([showActivity(chosen), showKv(chosen)]);
+}
+
+/** Offers the workers; gives the one that is chosen, if there is any. */
+function chooseWorker(names) {
+  const select = byId("worker");
+  const offered = [...select.options].map((option) => option.value);
+  if (names.join() !== offered.join()) {
+    const before = select.value;
+    select.replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(before)) select.value = before;
+    else clearSteps();
+  }
+  return select.value;
+}
+
+async function showActivity(worker) {
+  const { workers: [activity] } = await get("ui/api/activity", {
+    worker, max_steps: 1024, after_step_id: lastStepId(),
+  });
+  if (activity.attached_at_s !== attachedAt) clearSteps(); // and some of the new steps with it
+  attachedAt = activity.attached_at_s;
+  byId("preemptions").textContent = number(activity.num_preemptions);
+  if (worker === byId("worker").value) showSteps(activity.steps);
+}
+
+async function showKv(worker) {
+  const { workers: [kv] } = await get("ui/api/kv", { worker, max_sequences: 1024, block_tables: true });
+  for (let page = 1, last = kv; page < MAX_PAGES; page += 1) {
+    const next = Math.min(...last.tiers.map((tier) => tier.next_block).filter(Boolean));
+    if (!Number.isFinite(next)) break;
+    ({ workers: [last] } = await get("ui/api/kv", { worker, first_block: next, max_sequences: 0 }));
+    last.tiers.forEach((tier, i) => {
+      // Its base64 ends without padding, since a page is a multiple of three bytes but for the last.
+      kv.tiers[i].states = joined(kv.tiers[i].states, tier.states);
+      kv.tiers[i].next_block = tier.next_block;
+    });
+  }
+  for (let page = 1; page < MAX_PAGES && kv.next_seq_id; page += 1) {
+    const { workers: [more] } = await get("ui/api/kv", {
+      worker, first_seq_id: kv.next_seq_id, max_sequences: 1024, max_blocks: 0, block_tables: true,
+    });
+    kv.sequences.push(...more.sequences);
+    kv.next_seq_id = more.next_seq_id;
+  }
+  if (worker !== byId("worker").value) return;
+  showBlocks(kv);
+  showSequences(kv);
+}
+
+const joined = (a, b) => btoa(atob(a) + atob(b));
+
+function showSequences(kv) {
+  const shown = kv.sequences.length;
+  byId("num-sequences").textContent = shown < kv.num_sequences ? `${shown} of ${kv.num_sequences}` : `${shown}`;
+  byId("sequences").replaceChildren(...kv.sequences.map((seq) => {
+    const row = element("tr");
+    row.dataset.seq = seq.seq_id;
+    row.append(...COLUMNS.map((name) => element("td", String(seq[name]))));
+    return row;
+  }));
+}
+
+function showLoad(load) {
+  const held = load.num_blocks - load.num_free_blocks - load.num_cached_blocks;
+  const figures = {
+    running: ["running", `${number(load.num_requests_running)}`, `of ${number(load.max_num_seqs)}`],
+    waiting: ["waiting", number(load.num_requests_waiting), `${number(load.num_requests_swapped)} swapped`],
+    device: ["device blocks held", share(held, load.num_blocks), `${number(load.num_cached_blocks)} cached`],
+    hits: ["prefix cache hits", share(load.num_prefix_cache_hits, load.num_prefix_cache_queries), "of prompt tokens"],
+    occupancy: ["token occupancy", share(load.num_slots_written, load.num_slots_held), "of slots held"],
+    fragmentation: ["fragmentation", share(load.fragmentation, 1), `${number(load.num_moved_blocks)} moved`],
+    preemptions: ["preemptions", byId("preemptions")?.textContent ?? "–", "of this worker"],
+    swaps: ["blocks swapped", number(load.num_swapped_out_blocks), `out, ${number(load.num_swapped_in_blocks)} in`],
+  };
+  byId("figures").replaceChildren(...Object.entries(figures).map(([id, [title, value, more]]) => {
+    const figure = element("div", "", "figure");
+    const strong = element("b", value);
+    strong.id = id;
+    figure.append(element("span", title), strong, element("span", more));
+    return figure;
+  }));
+}

@@ -1,0 +1,101 @@
+"""Between the page's JSON and the contract: queries from a URL, and messages as plain values.
+
+The page gets the contract's field names. Bytes are base64, and an enum's value is its name in lower
+case without the enum's. Steps, of which there are many, come as columns.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, TypeVar
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from quire.v1.common_pb2 import StepRecord, WorkerActivity
+from rpc.errors import InvalidArgumentError
+
+Query = TypeVar("Query", bound=Message)
+
+_MAX_SHOWN: Final = 64
+_STEP_FIELDS: Final = tuple(field.name for field in StepRecord.DESCRIPTOR.fields)
+
+
+def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
+    """Make a query of a URL's parameters, which are named as its fields.
+
+    Raises:
+        InvalidArgumentError: There is no such field, or the value is none of its type.
+    """
+    query = kind()
+    for name, text in parameters.items():
+        field = kind.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:
+            raise InvalidArgumentError(
+                name[:_MAX_SHOWN], f"is {text[:_MAX_SHOWN]!r}; there is no such field"
+            )
+        try:
+            setattr(query, name, _parse(field.cpp_type, text))
+        except ValueError:  # protobuf's too, for what is out of range
+            expected = _CPP_TYPE_TO_WORDS[field.cpp_type]
+            raise InvalidArgumentError(
+                name, f"is {text[:_MAX_SHOWN]!r}; it must be {expected}"
+            ) from None
+    return query
+
+
+def message_to_json(message: Message) -> dict[str, Any]:
+    """Make plain values of a message, and of those in it."""
+    return {
+        field.name: _to_json(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
+    """Make plain values of what a worker does; `steps` has a list for each field."""
+    steps = {name: [getattr(step, name) for step in worker.steps] for name in _STEP_FIELDS}
+    rest = WorkerActivity()
+    rest.CopyFrom(worker)
+    rest.ClearField("steps")
+    return {**message_to_json(rest), "steps": steps}
+
+
+_CPP_TYPE_TO_WORDS: Final = {
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+    FieldDescriptor.CPPTYPE_UINT32: "an integer in [0, 2**32 - 1]",
+    FieldDescriptor.CPPTYPE_UINT64: "an integer in [0, 2**64 - 1]",
+}
+
+
+def _parse(cpp_type: int, text: str) -> object:
+    match cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING:
+            return text
+        case FieldDescriptor.CPPTYPE_BOOL if text in ("true", "false"):
+            return text == "true"
+        case FieldDescriptor.CPPTYPE_UINT32 | FieldDescriptor.CPPTYPE_UINT64 if text.isdecimal():
+            return int(text)
+    raise ValueError
+
+
+def _to_json(field: Any, value: Any) -> object:  # protobuf has two types of descriptors
+    match value:
+        case Message():
+            return message_to_json(value)
+        case bytes():
+            return base64.b64encode(value).decode()
+        case int() if field.enum_type is not None:
+            return _value_names(field.enum_type)[value]
+        case str() | int() | float():
+            return value
+        case _:
+            return [message_to_json(each) for each in value]
+
+
+@cache
+def _value_names(enum: EnumDescriptor) -> Mapping[int, str]:
+    prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"
+    return {value.number: value.name.removeprefix(prefix).lower() for value in enum.values}
