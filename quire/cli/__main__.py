@@ -11,6 +11,7 @@ COMMANDS: Final = {
     "down": "stop it",
     "status": "show processes, health and load",
     "probe": "ask one process whether it is ready",
+    "top": "watch queues, sequences, KV and rates",
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
     "generate": "continue a prompt, streaming",

@@ -310,6 +310,24 @@ class KvSettings(RouterClientSettings):
     """Write JSON, with block tables and reference counts."""
 
 
+class TopSettings(RouterClientSettings):
+    """Watch a service: queues, sequences, KV tiers, and what each worker does. q quits.
+
+    How long first tokens take, and what is refused, only the router's HTTP tells, whose address is
+    known of services that run on this machine.
+    """
+
+    target: str = ""
+    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
+    it is the only one, else 127.0.0.1:50051."""
+    interval_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """Seconds between two frames; rates are of that time."""
+    once: bool = False
+    """Print one frame, after one interval, and end."""
+    max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
+    """Most sequences of a worker to ask for; as many are shown as the terminal has room for."""
+
+
 class MigrateSettings(LinkSettings):
     """Move a live request with its KV to another worker; its output stays what it would be."""
 

@@ -73,7 +73,6 @@ async function showKv(worker) {
     if (!Number.isFinite(next)) break;
     ({ workers: [last] } = await get("ui/api/kv", { worker, first_block: next, max_sequences: 0 }));
     last.tiers.forEach((tier, i) => {
-      // Its base64 ends without padding, since a page is a multiple of three bytes but for the last.
       kv.tiers[i].states = joined(kv.tiers[i].states, tier.states);
       kv.tiers[i].next_block = tier.next_block;
     });
