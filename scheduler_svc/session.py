@@ -28,7 +28,7 @@ from scheduler_svc.core.errors import (
     RequestRefusedError,
 )
 from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.core.load import read_space
+from scheduler_svc.core.load import read_queues, read_space
 from scheduler_svc.core.plan import Finished, StepId
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
@@ -286,7 +286,7 @@ class Session:
                 self._link.send(plan)
             self._at_worker.sent(plan)
             self._meter.sent(plan)
-            self.step_log.sent(plan, self._core.load())
+            self.step_log.sent(plan, read_queues(self._core))
             self._pacer.sent(plan)
             self._metrics.schedule.observe(time.perf_counter() - started)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.load import Queues
 from scheduler_svc.core.plan import StepId, StepPlan
 
 MAX_STEPS: Final = 1024
@@ -46,8 +46,7 @@ class StepTotals:
 @dataclass(frozen=True, slots=True)
 class _Planned:
     plan: StepPlan
-    num_running: int
-    num_waiting: int
+    queues: Queues
     num_preemptions: int
 
 
@@ -61,11 +60,11 @@ class StepLog:
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 
-    def sent(self, plan: StepPlan, load: SchedulerLoad) -> None:
-        """Note that a step goes out; `load` is the core's right after planning it."""
-        num_preemptions = load.num_preemptions - self._num_preemptions
-        self._num_preemptions = load.num_preemptions
-        self._in_flight.append(_Planned(plan, load.num_running, load.num_waiting, num_preemptions))
+    def sent(self, plan: StepPlan, queues: Queues) -> None:
+        """Note that a step goes out; `queues` is the core's right after planning it."""
+        num_preemptions = queues.num_preemptions - self._num_preemptions
+        self._num_preemptions = queues.num_preemptions
+        self._in_flight.append(_Planned(plan, queues, num_preemptions))
 
     def answered(self, execute_s: float, rpc_s: float, now_s: float) -> None:
         """Note the result of the oldest step in flight; `now_s` is the wall clock's."""
@@ -84,8 +83,8 @@ class StepLog:
                 rpc_s=rpc_s,
                 num_prefill_tokens=num_prefill_tokens,
                 num_decode_tokens=plan.num_decodes,
-                num_running=planned.num_running,
-                num_waiting=planned.num_waiting,
+                num_running=planned.queues.num_running,
+                num_waiting=planned.queues.num_waiting,
                 num_preemptions=planned.num_preemptions,
                 num_swapped_out_blocks=len(plan.swap_out_src_block_ids),
                 num_swapped_in_blocks=len(plan.swap_in_src_block_ids),

@@ -3,6 +3,7 @@
 # It reads what the core's parts keep to themselves, for the core.
 # ruff: noqa: SLF001
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.config import SchedulerLoad
@@ -10,6 +11,25 @@ from scheduler_svc.core.fragmentation import SpaceReport, measure
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """What is cheap enough to look at for every step."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    """Since the start."""
+
+
+def read_queues(core: "Scheduler") -> Queues:
+    """Take a snapshot of the queues' lengths: a few lookups, where `read_load` is dozens."""
+    return Queues(
+        num_running=len(core._running),
+        num_waiting=len(core._waiting) + len(core._fetching) + core._live.num_siblings,
+        num_preemptions=core._num_preemptions,
+    )
 
 
 def read_load(core: "Scheduler") -> SchedulerLoad:

@@ -4,7 +4,8 @@ import { bytes, int32s } from "./api.js";
 import { byId, colour, element, explain, legendEntry, number, prepare } from "./page.js";
 
 const STATES = [, "blank", "cached", "pinned", "held", "shared"]; // by KvBlockState
-const MAX_HEIGHT = 300;
+const MAX_HEIGHT = 180;
+const MAX_HOLDERS = 6; // told of by name
 const [MIN_CELL, MAX_CELL] = [2, 15];
 
 const views = new Map(); // by tier
@@ -107,11 +108,12 @@ function describe(view, x, y) {
     .filter(({ at }) => at >= 0);
   highlight(holders.length ? holders[0].seq.seq_id : null);
   const state = STATES[view.states[block]];
-  const lines = holders.map(({ seq, at }) => {
+  const others = holders.length - MAX_HOLDERS;
+  const lines = holders.slice(0, MAX_HOLDERS).map(({ seq, at }) => {
     // A table of host blocks is a swapped sequence's whole table; that of disk blocks continues it.
     const index = view.tier === "disk" ? seq.tables.host.length + at : at;
-    return `request ${seq.request_id}, output ${seq.output_index}, sequence ${seq.seq_id} (${seq.status}): ` +
-      `entry ${index} of its table, tokens ${index * blockSize}–${(index + 1) * blockSize - 1}`;
+    return `request ${seq.request_id}, output ${seq.output_index}, seq ${seq.seq_id} (${seq.status}): ` +
+      `table entry ${index}, tokens ${index * blockSize}–${(index + 1) * blockSize - 1}`;
   });
-  return [`${view.tier} block ${block}: ${state === "blank" ? "free" : state}`, ...lines].join("\n");
+  return [`${view.tier} block ${block}: ${state === "blank" ? "free" : state}`, ...lines, ...(others > 0 ? [`and ${others} more`] : [])].join("\n");
 }

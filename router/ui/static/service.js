@@ -107,9 +107,9 @@ function showLoad(load) {
   const figures = {
     running: ["running", `${number(load.num_requests_running)}`, `of ${number(load.max_num_seqs)}`],
     waiting: ["waiting", number(load.num_requests_waiting), `${number(load.num_requests_swapped)} swapped`],
-    device: ["device blocks held", share(held, load.num_blocks), `${number(load.num_cached_blocks)} cached`],
-    hits: ["prefix cache hits", share(load.num_prefix_cache_hits, load.num_prefix_cache_queries), "of prompt tokens"],
-    occupancy: ["token occupancy", share(load.num_slots_written, load.num_slots_held), "of slots held"],
+    device: ["device blocks", share(held, load.num_blocks), `held, ${share(load.num_cached_blocks, load.num_blocks)} cached`],
+    hits: ["prefix cache hits", share(load.num_prefix_cache_hits, load.num_prefix_cache_queries), "of tokens"],
+    occupancy: ["token occupancy", share(load.num_slots_written, load.num_slots_held), "of slots"],
     fragmentation: ["fragmentation", share(load.fragmentation, 1), `${number(load.num_moved_blocks)} moved`],
     preemptions: ["preemptions", byId("preemptions")?.textContent ?? "–", "of this worker"],
     swaps: ["blocks swapped", number(load.num_swapped_out_blocks), `out, ${number(load.num_swapped_in_blocks)} in`],

@@ -1,0 +1,112 @@
+"""What the scheduler remembers of steps, and says of them."""
+
+import grpc
+import numpy as np
+import pytest
+from scheduler_fake_worker import FakeWorker
+from scheduler_harness import running_scheduler
+
+from quire.v1 import common_pb2, scheduler_pb2
+from scheduler_svc.core.load import Queues
+from scheduler_svc.core.plan import StepId, StepPlan
+from scheduler_svc.step_log import MAX_STEPS, StepLog
+
+NOTHING = np.array([], np.int32)
+TWO = np.array([4, 5], np.int32)
+
+
+def plan(step_id, *, num_decodes=0, num_prefill_tokens=0, **more) -> StepPlan:
+    return StepPlan(
+        StepId(step_id),
+        *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+        num_decodes,
+        num_decodes + num_prefill_tokens,
+        **more,
+    )
+
+
+def test_a_step_is_told_of_when_it_is_answered():
+    log = StepLog()
+    log.sent(plan(1, num_prefill_tokens=7, swap_in_src_block_ids=TWO), Queues(1, 2, 0))
+    log.sent(plan(2, num_decodes=3, swap_out_src_block_ids=TWO), Queues(3, 1, 2))
+    assert log.latest(10, 0) == ()
+    log.answered(0.5, 0.75, 100.0)
+    (first,) = log.latest(10, 0)
+    assert (first.num_prefill_tokens, first.num_decode_tokens) == (7, 0)
+    assert (first.execute_s, first.rpc_s, first.answered_at_s) == (0.5, 0.75, 100.0)
+    assert (first.num_swapped_in_blocks, first.num_swapped_out_blocks) == (2, 0)
+    log.answered(0.25, 0.5, 101.0)
+    second = log.latest(10, 0)[1]
+    assert (second.num_running, second.num_waiting, second.num_preemptions) == (3, 1, 2)
+    assert (second.num_swapped_in_blocks, second.num_swapped_out_blocks) == (0, 2)
+    totals = log.totals
+    assert (totals.num_steps, totals.num_prefill_tokens, totals.num_decode_tokens) == (2, 7, 3)
+    assert totals.busy_s == 0.75
+
+
+def test_preemptions_are_those_since_the_step_before():
+    log = StepLog()
+    for step_id, num_preemptions in enumerate((1, 1, 4), start=1):
+        log.sent(plan(step_id), Queues(0, 0, num_preemptions))
+        log.answered(0.1, 0.1, 0.0)
+    assert [step.num_preemptions for step in log.latest(10, 0)] == [1, 0, 3]
+
+
+def test_the_latest_steps_are_remembered_and_asked_for_in_order():
+    log = StepLog()
+    for step_id in range(1, MAX_STEPS + 11):
+        log.sent(plan(step_id), Queues(0, 0, 0))
+        log.answered(0.0, 0.0, 0.0)
+    last = MAX_STEPS + 10
+    assert [step.step_id for step in log.latest(3, 0)] == [last - 2, last - 1, last]
+    assert [step.step_id for step in log.latest(10, last - 2)] == [last - 1, last]
+    assert log.latest(10, last) == ()
+    assert len(log.latest(MAX_STEPS, 0)) == MAX_STEPS
+    assert log.totals.num_steps == last
+
+
+async def describe(router, **query):
+    query = common_pb2.ActivityQuery(**query)
+    request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
+    return (await router.stub.DescribeSchedulerActivity(request)).workers
+
+
+async def test_the_scheduler_says_what_each_worker_does(folder, worker, connect):
+    other = await FakeWorker(f"unix:{folder}/w2").start()
+    async with running_scheduler(folder, [worker.target, other.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        await router.submit(7, [1, 2, 3, 4, 5], max_tokens=4)
+        await router.read_until_finished(7)
+        workers = await describe(router)
+        assert [each.worker for each in workers] == [worker.target, other.target]
+        (busy,) = [each for each in workers if each.num_steps]
+        assert busy.num_prefill_tokens == 5
+        assert busy.num_decode_tokens >= 3  # and at most one that was computed in vain
+        assert busy.load.num_blocks == 256
+        assert len(busy.steps) == busy.num_steps
+        assert sum(step.num_decode_tokens for step in busy.steps) == busy.num_decode_tokens
+        last = busy.steps[-1].step_id
+        (later,) = await describe(router, worker=busy.worker, after_step_id=last - 1)
+        assert [step.step_id for step in later.steps][:1] == [last]
+        assert not (await describe(router, worker=busy.worker, max_steps=0))[0].steps
+    await other.die()
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "words"),
+    [
+        ({"worker": "nowhere"}, "NOT_FOUND", "'nowhere' is not one of this scheduler's"),
+        ({"max_steps": 1025}, "INVALID_ARGUMENT", "query.max_steps is 1025"),
+        ({"after_step_id": 3}, "INVALID_ARGUMENT", "query.after_step_id is 3, but query.worker"),
+    ],
+)
+async def test_a_query_that_cannot_be_answered_is_refused(
+    folder, worker, connect, query, code, words
+):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await describe(router, **query)
+        assert refused.value.code().name == code
+        assert words in refused.value.details()
