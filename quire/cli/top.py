@@ -8,18 +8,19 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from quire.cli.command_error import CommandError
 from quire.cli.service_dir import ServiceDirError, ServiceInfo, running_services
 from quire.cli.settings import TopSettings
 from quire.cli.target import connection_errors, find_target, open_client
 from quire.cli.top_figures import Snapshot, take_snapshot
 from quire.cli.top_view import draw
-from quire.client import Client
 from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
@@ -32,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     target = find_target(settings.target)
     service = _find_service(target)
     console = Console(highlight=False)
+    if not (settings.once or console.is_terminal):
+        raise CommandError("top: standard output is no terminal; --once prints one frame")
     with open_client(target, settings) as client:
         with connection_errors(target):
             first = take_snapshot(client, service, settings.max_sequences)
@@ -42,20 +45,15 @@ def main(argv: Sequence[str]) -> int:
                 now = take_snapshot(client, service, settings.max_sequences)
             console.print(draw(console, title, first, now))
         else:
-            _watch(console, title, settings, first, _taker(client, service, settings))
+            take = partial(take_snapshot, client, service, settings.max_sequences)
+            _watch(console, title, settings.interval_s, first, take)
     return 0
-
-
-def _taker(
-    client: Client, service: ServiceInfo | None, settings: TopSettings
-) -> Callable[[], Snapshot]:
-    return lambda: take_snapshot(client, service, settings.max_sequences)
 
 
 def _watch(
     console: Console,
     title: str,
-    settings: TopSettings,
+    interval_s: float,
     first: Snapshot,
     take: Callable[[], Snapshot],
 ) -> None:
@@ -67,7 +65,7 @@ def _watch(
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         live.update(draw(console, hint, before, now), refresh=True)
-        while not wait_for_quit(settings.interval_s):
+        while not wait_for_quit(interval_s):
             try:
                 before, now = now, take()
                 header = hint

@@ -7,7 +7,13 @@ from typing import Any
 
 from quire.v1 import common_pb2, inference_pb2, kv_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
-from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
+from rpc.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    TooBusyError,
+    UnavailableError,
+)
 from rpc.packing import pack_int32
 
 
@@ -18,6 +24,9 @@ class FakeInference(InferenceServiceServicer):
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     """Of the calls that generate."""
+    num_activity_calls: int = 0
+    is_for_tenants: bool = False
+    """Whether the caller may not see everybody's."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request, context):
@@ -102,6 +111,27 @@ class FakeInference(InferenceServiceServicer):
             num_slots_written=120,
         )
         return inference_pb2.GetLoadResponse(load=load)
+
+    async def DescribeActivity(self, request, context):
+        """Ten steps more at each call."""
+        self.requests.append(request)
+        self.num_activity_calls += 1
+        if self.is_for_tenants:
+            raise PermissionDeniedError("this call is for operators")
+        steps = [
+            common_pb2.StepRecord(step_id=i, execute_s=0.002 * i, num_decode_tokens=4)
+            for i in range(1, 4)
+        ]
+        worker = common_pb2.WorkerActivity(
+            worker="unix:/run/w.sock",
+            attached_at_s=100.0,
+            load=common_pb2.Load(num_requests_running=2, fragmentation=0.25),
+            num_steps=10 * self.num_activity_calls,
+            num_decode_tokens=40 * self.num_activity_calls,
+            num_preemptions=3,
+            steps=steps,
+        )
+        return inference_pb2.DescribeActivityResponse(workers=[worker])
 
     async def DescribeKv(self, request, context):
         self.requests.append(request)

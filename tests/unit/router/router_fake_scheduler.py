@@ -72,6 +72,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         worker = kv_pb2.WorkerKv(worker="w", block_size=request.query.first_block)
         return scheduler_pb2.DescribeSchedulerKvResponse(workers=[worker])
 
+    async def DescribeSchedulerActivity(self, request, context):  # noqa: N802, ARG002
+        step = common_pb2.StepRecord(step_id=request.query.after_step_id + 1, num_decode_tokens=2)
+        worker = common_pb2.WorkerActivity(worker="w", num_steps=9, load=self.load, steps=[step])
+        return scheduler_pb2.DescribeSchedulerActivityResponse(workers=[worker])
+
     def _welcome(self):
         model = common_pb2.ModelInfo(
             id=self.model_id,

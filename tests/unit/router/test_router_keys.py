@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_fake_scheduler import LENGTH, FakeScheduler
+from yarl import URL
 
 from quire.client import AsyncClient
 from quire.types import SamplingParams
@@ -243,6 +244,26 @@ async def test_tenants_kv_is_for_operators_to_see(router):
     error = await failure(router.stub.DescribeKv(request, metadata=bearer(ALICE)))
     assert error.code() is grpc.StatusCode.PERMISSION_DENIED
     assert await router.stub.DescribeKv(request, metadata=bearer(OPERATOR))
+    request = inference_pb2.DescribeActivityRequest()
+    error = await failure(router.stub.DescribeActivity(request, metadata=bearer(ALICE)))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert await router.stub.DescribeActivity(request, metadata=bearer(OPERATOR))
+
+
+async def test_the_page_is_anybodys_and_what_it_shows_is_not(router):
+    async with router.http.get("/ui") as page, router.http.get("/ui/main.js") as script:
+        assert (page.status, script.status) == (200, 200)
+    for path in ("/ui/api/load", "/ui/api/kv", "/ui/api/activity", "/ui/../v1/models", "/ui/api"):
+        async with router.http.get(URL(path, encoded=True)) as response:
+            assert response.status == 401, path
+    async with router.http.post("/ui") as response:
+        assert response.status == 401
+    alice, operator = ({"Authorization": f"Bearer {key}"} for key in (ALICE, OPERATOR))
+    for path, status in (("load", 200), ("kv", 403), ("activity", 403)):
+        async with router.http.get(f"/ui/api/{path}", headers=alice) as response:
+            assert response.status == status
+        async with router.http.get(f"/ui/api/{path}", headers=operator) as response:
+            assert response.status == 200
 
 
 async def test_another_tenants_request_id_is_as_good_as_free(router):
