@@ -38,28 +38,28 @@ def main(argv: Sequence[str]) -> int:
     with open_client(target, settings) as client:
         with connection_errors(target):
             first = take_snapshot(client, service, settings.max_sequences)
-        title = _title(target, service)
+        heading = title(target, service)
         if settings.once:
             time.sleep(settings.interval_s)
             with connection_errors(target):
                 now = take_snapshot(client, service, settings.max_sequences)
-            console.print(draw(console, title, first, now))
+            console.print(draw(console, heading, first, now))
         else:
             take = partial(take_snapshot, client, service, settings.max_sequences)
-            _watch(console, title, settings.interval_s, first, take)
+            _watch(console, heading, settings.interval_s, first, take)
     return 0
 
 
 def _watch(
     console: Console,
-    title: str,
+    heading: str,
     interval_s: float,
     first: Snapshot,
     take: Callable[[], Snapshot],
 ) -> None:
     """Show frames until somebody presses q."""
     before = now = first
-    hint = f"{title}  [dim]q quits[/dim]"
+    hint = f"{heading}  [dim]q quits[/dim]"
     with (
         _keys() as wait_for_quit,
         Live(console=console, screen=True, auto_refresh=False) as live,
@@ -70,7 +70,7 @@ def _watch(
                 before, now = now, take()
                 header = hint
             except QuireError as error:  # it may come back; what was last known stays
-                header = f"{title}  [red]{escape(str(error))}[/red]"
+                header = f"{heading}  [red]{escape(str(error))}[/red]"
             live.update(draw(console, header, before, now), refresh=True)
 
 
@@ -104,7 +104,8 @@ def _quits(fd: int, seconds: float) -> bool:
     return False
 
 
-def _title(target: str, service: ServiceInfo | None) -> str:
+def title(target: str, service: ServiceInfo | None) -> str:
+    """Say what is watched, in markup."""
     name = "" if service is None else f"  [bold]{escape(service.model_name)}[/bold]"
     return f"[bold]quire top[/bold]{name}  [dim]{escape(target)}[/dim]"
 

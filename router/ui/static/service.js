@@ -49,12 +49,15 @@ function chooseWorker(names) {
   const offered = [...select.options].map((option) => option.value);
   if (names.join() !== offered.join()) {
     const before = select.value;
-    select.replaceChildren(...names.map((name) => new Option(name, name)));
+    select.replaceChildren(...names.map((name) => new Option(shortened(name), name)));
     if (names.includes(before)) select.value = before;
     else clearSteps();
   }
   return select.value;
 }
+
+/** Keeps the end of a socket's path: the beginning is the same for all workers of a service. */
+const shortened = (target) => (target.startsWith("unix:") ? target.slice(target.lastIndexOf("/") + 1) : target);
 
 async function showActivity(worker) {
   const { workers: [activity] } = await get("ui/api/activity", {
