@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test compose-test clients-test public-clients-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test public-clients-test ui-test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -41,6 +41,10 @@ public-clients-test: setup
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
 	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python $(BIN)/pytest -m public_clients tests/e2e
 
+# The web page in a browser; skipped, by name, where there is no Chromium.
+ui-test: setup
+	$(BIN)/pytest -m browser -rs tests/browser
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -52,6 +56,7 @@ protos: setup
 
 docs: setup
 	$(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.generate.screenshots
 
 bench: setup
 	$(BIN)/python bench/serve.py

@@ -15,11 +15,13 @@ from router.openai.face import routes as openai_routes
 from router.openai.json_object import Schema
 from router.openai.schema import NO_EFFECT
 from router.openai.tokens import DetokenizeBody, TokenizeBody
+from router.ui.face import Ui
 
 _HEAD = """# HTTP
 
 The router speaks OpenAI's API; fields, errors and streams are as there, and an unknown field is
-refused by name. Every process answers the probes.
+refused by name. `/ui` is a page for people ([observe.md](../observe.md)); what is below `/ui/api`
+is for that page, and changes with it. Every process answers the probes.
 
 | | |
 |---|---|
@@ -113,6 +115,7 @@ def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of what the handler says of itself."""
     app = web.Application()
     app.add_routes(openai_routes(cast(Any, None)))
+    app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():
         resource = route.resource

@@ -6,6 +6,7 @@ there is something to see: sharing, eviction, preemption, swapping.
 
 import contextlib
 import io
+import itertools
 import random
 import re
 import sys
@@ -33,13 +34,14 @@ _FLAGS: Final = {
     "device": "cpu",
     "num_blocks": 360,
     "max_num_seqs": 24,
-    "host_kv_memory_gb": 0.05,
-    "disk_kv_memory_gb": 0.05,
+    "host_kv_memory_gb": 0.02,
+    "disk_kv_memory_gb": 0.03,
 }
 _WATCH_S: Final = 20.0
 """Until the timeline has something to show."""
 _PROMPT: Final = 'def is_prime(n):\n    """Return whether n is a prime number."""\n'
-_SHOWN_CHARS: Final = 400
+_SHOWN_CHARS: Final = 350
+_NUMBERS: Final = itertools.count()
 _FONT: Final = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 """A picture must not fetch anything."""
 
@@ -64,7 +66,7 @@ def main() -> int:
 
 
 def _take_service(browser: Browser, info: ServiceInfo) -> None:
-    page = _open(browser, info, height=1120)
+    page = _open(browser, info, height=1240)
     page.wait_for_selector("#sequences tr")
     page.wait_for_timeout(_WATCH_S * 1000)
     # The first block holds the prompts' common beginning.
@@ -75,10 +77,12 @@ def _take_service(browser: Browser, info: ServiceInfo) -> None:
 
 
 def _take_playground(browser: Browser, info: ServiceInfo) -> None:
-    page = _open(browser, info, height=560)
+    page = _open(browser, info, height=640)
     page.click("#tab-playground")
     page.fill("#prompt", _PROMPT)
-    page.fill("#temperature", "0.2")
+    page.fill("#temperature", "0.7")
+    page.fill("#repetition-penalty", "1.1")
+    page.fill("#seed", "7")
     page.fill("#max-tokens", "400")
     page.click("#send")
     while len(page.text_content(".answer") or "") < _SHOWN_CHARS:
@@ -140,7 +144,9 @@ def _ask(client: Client, stop: threading.Event, chance: random.Random) -> None:
         )
         n = chance.choice((1, 1, 1, 1, 3))
         pin_s = chance.choice((None, None, None, 10.0))
-        for _ in client.generate(shared + own, params, n=n, cache_pin_s=pin_s):
+        name = f"job-{next(_NUMBERS)}"
+        events = client.generate(shared + own, params, n=n, request_id=name, cache_pin_s=pin_s)
+        for _ in events:
             if stop.is_set():
                 break
 

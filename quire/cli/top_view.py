@@ -109,6 +109,8 @@ def _figure(name: str, value: str) -> Text:
 
 def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", *["right"] * 6):
+        grid.add_column(justify=justify)  # type: ignore[arg-type]
     for it in tiers:
         counts = {
             "shared": it.num_shared,
@@ -117,10 +119,10 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
             "cached": it.num_cached,
             "free": it.num_blank,
         }
-        words = Text("  ").join(
+        words = [
             Text(f"{num:,} {state}", style=_STATE_TO_STYLE[state]) for state, num in counts.items()
-        )
-        grid.add_row(it.tier.value, bar(counts), words, f"{it.num_bytes / 2**20:,.0f} MiB")
+        ]
+        grid.add_row(it.tier.value, bar(counts), *words, f"{it.num_bytes / 2**20:,.0f} MiB")
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         _figure("fragmentation", f"{load.fragmentation:.0%}"),

@@ -1,7 +1,7 @@
 """The routes of the web page: its files, which are anybody's, and its data, which need a key."""
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
 import structlog
@@ -13,11 +13,13 @@ from router.inference import Inference
 from router.openai.errors import error_response
 from router.openai.json_text import json_bytes
 from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
-from router.ui.wire import activity_to_json, message_to_json, query_from_url
+from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
 from router.wire import load_to_proto
-from rpc.errors import QuireError
+from rpc.errors import NotFoundError, QuireError
 
 API_PATH: Final = f"{PAGE_PATH}/api"
+
+_MAX_SHOWN: Final = 64
 
 log = structlog.get_logger()
 
@@ -29,21 +31,39 @@ class Ui:
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._pages = tuple(read_pages())
+        self._path_to_page = {page.path: page for page in read_pages()}
 
     @property
     def open_paths(self) -> frozenset[str]:
         """What a browser must be able to get before anybody has typed a key."""
-        return frozenset(page.path for page in self._pages) | {f"{PAGE_PATH}/"}
+        return frozenset((*self._path_to_page, f"{PAGE_PATH}/"))
 
     def routes(self) -> list[web.AbstractRouteDef]:
         """All below `PAGE_PATH`."""
         return [
-            *_page_routes(self._pages),
+            web.get(PAGE_PATH, self._page),
+            web.get(f"{PAGE_PATH}/", self._redirect),
+            web.get(f"{PAGE_PATH}/{{file}}", self._file),
             web.get(f"{API_PATH}/load", _endpoint(self._load)),
             web.get(f"{API_PATH}/kv", _endpoint(self._kv)),
             web.get(f"{API_PATH}/activity", _endpoint(self._activity)),
         ]
+
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        """Show the web page: what the service is doing, and a playground."""
+        return _file_response(self._path_to_page[PAGE_PATH])
+
+    async def _redirect(self, _: web.Request) -> web.StreamResponse:
+        """Go to the web page."""
+        # Relative, so that it holds behind a proxy that puts a path before ours.
+        return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        """Give a part of the web page."""
+        page = self._path_to_page.get(request.path)
+        if page is None:
+            return error_response(NotFoundError(f"there is no {request.path[:_MAX_SHOWN]}"))
+        return _file_response(page)
 
     async def _load(self, _: web.Request) -> object:
         """Say how busy the service is: `Load`."""
@@ -52,7 +72,7 @@ class Ui:
     async def _kv(self, request: web.Request) -> object:
         """Say who holds which KV blocks: `WorkerKv` of each worker; parameters as in `KvQuery`."""
         workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
-        return {"workers": [message_to_json(worker) for worker in workers]}
+        return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
         """Say what the workers are doing: `WorkerActivity`; parameters as in `ActivityQuery`."""
@@ -61,24 +81,10 @@ class Ui:
         return {"workers": [activity_to_json(worker) for worker in workers]}
 
 
-def _page_routes(pages: Iterable[Page]) -> Iterable[web.AbstractRouteDef]:
-    async def to_page(_: web.Request) -> web.StreamResponse:
-        # Relative, so that it holds behind a proxy that puts a path before ours.
-        return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
-
-    for page in pages:
-        yield web.get(page.path, _file_handler(page), name=None)
-    yield web.get(f"{PAGE_PATH}/", to_page)
-
-
-def _file_handler(page: Page) -> _Handler:
-    async def get_page(_: web.Request) -> web.StreamResponse:
-        """Show the web page."""
-        return web.Response(
-            body=page.content, content_type=page.content_type, charset="utf-8", headers=HEADERS
-        )
-
-    return get_page
+def _file_response(page: Page) -> web.Response:
+    return web.Response(
+        body=page.content, content_type=page.content_type, charset="utf-8", headers=HEADERS
+    )
 
 
 def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:

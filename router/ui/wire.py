@@ -1,7 +1,7 @@
 """Between the page's JSON and the contract: queries from a URL, and messages as plain values.
 
 The page gets the contract's field names. Bytes are base64, and an enum's value is its name in lower
-case without the enum's. Steps, of which there are many, come as columns.
+case without the enum's. Steps and sequences, of which there are many, come as columns.
 """
 
 import base64
@@ -14,12 +14,12 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from quire.v1.common_pb2 import StepRecord, WorkerActivity
+from quire.v1.kv_pb2 import SequenceKv, WorkerKv
 from rpc.errors import InvalidArgumentError
 
 Query = TypeVar("Query", bound=Message)
 
 _MAX_SHOWN: Final = 64
-_STEP_FIELDS: Final = tuple(field.name for field in StepRecord.DESCRIPTOR.fields)
 
 
 def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
@@ -53,13 +53,36 @@ def message_to_json(message: Message) -> dict[str, Any]:
     }
 
 
+def kv_to_json(worker: WorkerKv) -> dict[str, Any]:
+    """Make plain values of what a worker holds; `sequences` has a list for each field."""
+    return _with_columns(worker, "sequences", SequenceKv)
+
+
 def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
     """Make plain values of what a worker does; `steps` has a list for each field."""
-    steps = {name: [getattr(step, name) for step in worker.steps] for name in _STEP_FIELDS}
-    rest = WorkerActivity()
-    rest.CopyFrom(worker)
-    rest.ClearField("steps")
-    return {**message_to_json(rest), "steps": steps}
+    return _with_columns(worker, "steps", StepRecord)
+
+
+def _with_columns(message: Message, many: str, kind: type[Message]) -> dict[str, Any]:
+    rows = getattr(message, many)
+    columns = {
+        field.name: _column(field, [getattr(row, field.name) for row in rows])
+        for field in kind.DESCRIPTOR.fields
+    }
+    rest = type(message)()
+    rest.CopyFrom(message)
+    rest.ClearField(many)
+    return {**message_to_json(rest), many: columns}
+
+
+def _column(field: Any, values: list[Any]) -> list[Any]:
+    """Make plain values of one field's, which are all of one type."""
+    if field.enum_type is not None:
+        names = _value_names(field.enum_type)
+        return [names[value] for value in values]
+    if values and isinstance(values[0], bytes):
+        return [base64.b64encode(value).decode() for value in values]
+    return values
 
 
 _CPP_TYPE_TO_WORDS: Final = {

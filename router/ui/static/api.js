@@ -51,6 +51,12 @@ export async function* stream(path, body, signal) {
   }
 }
 
+/** Makes objects of columns, as the router sends what there is much of. */
+export function rows(columns) {
+  const names = Object.keys(columns);
+  return columns[names[0]].map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
+}
+
 /** Gives the numbers of packed int32. */
 export function int32s(base64) {
   return new Int32Array(bytes(base64).buffer);

@@ -5,7 +5,7 @@ import { byId, colour, element, explain, legendEntry, number, prepare } from "./
 
 const STATES = [, "blank", "cached", "pinned", "held", "shared"]; // by KvBlockState
 const MAX_HEIGHT = 180;
-const MAX_HOLDERS = 6; // told of by name
+const MAX_HOLDERS = 4; // told of by name
 const [MIN_CELL, MAX_CELL] = [2, 15];
 
 const views = new Map(); // by tier
@@ -68,6 +68,7 @@ function draw(view) {
   let cell = MAX_CELL;
   while (cell > MIN_CELL && Math.ceil(count / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
   view.cell = cell;
+  view.canvas.dataset.cell = cell; // for who looks for a block on it
   view.columns = Math.max(1, Math.floor(width / cell));
   const rows = Math.ceil(count / view.columns);
   const { context } = prepare(view.canvas, Math.max(cell, rows * cell));

@@ -40,22 +40,30 @@ export function prepare(canvas, height) {
   return { context, width, height };
 }
 
+let explainAgain = () => {};
+
 /** Shows what `describe` says of a place on a canvas, while the pointer is there. */
 export function explain(canvas, describe) {
   const tooltip = byId("tooltip");
   canvas.addEventListener("pointermove", (event) => {
-    const text = describe(event.offsetX, event.offsetY);
-    tooltip.hidden = !text;
-    if (!text) return;
-    tooltip.textContent = text;
-    const left = Math.min(event.clientX + 14, window.innerWidth - tooltip.offsetWidth - 8);
-    const below = event.clientY + 18;
-    const fits = below + tooltip.offsetHeight < window.innerHeight;
-    tooltip.style.left = `${Math.max(8, left)}px`;
-    tooltip.style.top = `${fits ? below : event.clientY - tooltip.offsetHeight - 10}px`;
+    explainAgain = () => {
+      const text = describe(event.offsetX, event.offsetY);
+      tooltip.hidden = !text;
+      tooltip.textContent = text;
+      const left = Math.min(event.clientX + 14, window.innerWidth - tooltip.offsetWidth - 8);
+      const below = event.clientY + 18;
+      const fits = below + tooltip.offsetHeight < window.innerHeight;
+      tooltip.style.left = `${Math.max(8, left)}px`;
+      tooltip.style.top = `${fits ? below : event.clientY - tooltip.offsetHeight - 10}px`;
+    };
+    explainAgain();
   });
   canvas.addEventListener("pointerleave", () => {
+    explainAgain = () => {};
     tooltip.hidden = true;
     describe(-1, -1);
   });
 }
+
+/** Says anew what is under the pointer, which may have changed without its moving. */
+export const refreshTooltip = () => explainAgain();

@@ -47,9 +47,11 @@ async function ask() {
       const choice = event.choices[0];
       const piece = choice?.text ?? choice?.delta?.content ?? "";
       if (piece) first ??= performance.now();
+      const messages = byId("messages");
+      const isAtEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
       text.data += piece;
       usage = event.usage ?? usage;
-      answer.scrollIntoView({ block: "nearest" });
+      if (isAtEnd) messages.scrollTop = messages.scrollHeight; // unless the reader has gone back
     }
     if (isChat()) history.push({ role: "user", content: prompt }, { role: "assistant", content: text.data });
   } catch (error) {
@@ -94,5 +96,6 @@ function summary(usage, began, first) {
 function say(className, text) {
   const message = element("div", text, `message ${className}`);
   byId("messages").append(message);
+  message.scrollIntoView({ block: "nearest" });
   return message;
 }

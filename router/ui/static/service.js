@@ -1,8 +1,8 @@
 // The page's first tab: asks the router what the service does, twice a second, and shows it.
 
-import { ApiError, get } from "./api.js";
+import { ApiError, get, rows } from "./api.js";
 import { highlight, showBlocks } from "./blocks.js";
-import { byId, element, number, share } from "./page.js";
+import { byId, element, number, refreshTooltip, share } from "./page.js";
 import { clearSteps, lastStepId, showSteps } from "./timeline.js";
 
 const MAX_PAGES = 4; // of blocks and of sequences: 262,144 and 4,096
@@ -41,6 +41,7 @@ async function showWorkers() {
   const chosen = chooseWorker(workers.map((each) => each.worker));
   if (!chosen) return;
   await Promise.all([showActivity(chosen), showKv(chosen)]);
+  refreshTooltip();
 }
 
 /** Offers the workers; gives the one that is chosen, if there is any. */
@@ -71,6 +72,7 @@ async function showActivity(worker) {
 
 async function showKv(worker) {
   const { workers: [kv] } = await get("ui/api/kv", { worker, max_sequences: 1024, block_tables: true });
+  kv.sequences = rows(kv.sequences);
   for (let page = 1, last = kv; page < MAX_PAGES; page += 1) {
     const next = Math.min(...last.tiers.map((tier) => tier.next_block).filter(Boolean));
     if (!Number.isFinite(next)) break;
@@ -84,7 +86,7 @@ async function showKv(worker) {
     const { workers: [more] } = await get("ui/api/kv", {
       worker, first_seq_id: kv.next_seq_id, max_sequences: 1024, max_blocks: 0, block_tables: true,
     });
-    kv.sequences.push(...more.sequences);
+    kv.sequences.push(...rows(more.sequences));
     kv.next_seq_id = more.next_seq_id;
   }
   if (worker !== byId("worker").value) return;

@@ -1,5 +1,6 @@
 // The last half minute of a worker's steps: how long each took, what it computed, and the queues.
 
+import { rows } from "./api.js";
 import { byId, colour, explain, legendEntry, number, prepare } from "./page.js";
 
 const WINDOW_S = 30;
@@ -30,10 +31,7 @@ export const lastStepId = () => (steps.length ? steps[steps.length - 1].step_id 
 
 /** Adds the columns of new steps, and draws what is left in the window. */
 export function showSteps(columns) {
-  const names = Object.keys(columns);
-  columns.step_id.forEach((_, i) => {
-    steps.push(Object.fromEntries(names.map((name) => [name, columns[name][i]])));
-  });
+  steps.push(...rows(columns));
   // By the service's clock, which need not be this machine's; a service at rest stands still.
   if (steps.length) now = steps[steps.length - 1].answered_at_s;
   steps = steps.filter((step) => step.answered_at_s > now - WINDOW_S);

@@ -11,7 +11,7 @@ from quire.v1 import common_pb2, kv_pb2
 from router.app import run_router
 from router.settings import RouterSettings
 from router.ui.pages import read_pages
-from router.ui.wire import activity_to_json, message_to_json, query_from_url
+from router.ui.wire import activity_to_json, kv_to_json, query_from_url
 from rpc.errors import InvalidArgumentError
 from rpc.settings import parse_settings
 
@@ -156,12 +156,15 @@ def test_messages_become_plain_values():
         device_block_ids=b"\x01\0\0\0",
     )
     tier = kv_pb2.TierKv(tier=kv_pb2.KV_TIER_HOST, states=b"\x01\x05")
-    value = message_to_json(kv_pb2.WorkerKv(tiers=[tier], sequences=[seq]))
+    value = kv_to_json(kv_pb2.WorkerKv(tiers=[tier], sequences=[seq]))
     assert value["tiers"][0]["tier"] == "host"
     assert value["tiers"][0]["states"] == "AQU="
-    told = value["sequences"][0]
-    assert (told["seq_id"], told["request_id"], told["status"]) == (2**53 - 1, "<b>", "decode")
-    assert told["device_block_ids"] == "AQAAAA=="
+    told = value["sequences"]
+    assert told["seq_id"] == [2**53 - 1]
+    assert told["request_id"] == ["<b>"]
+    assert told["status"] == ["decode"]
+    assert told["device_block_ids"] == ["AQAAAA=="]
+    assert kv_to_json(kv_pb2.WorkerKv())["sequences"]["status"] == []
     load = common_pb2.Load(fragmentation=0.5)
     assert activity_to_json(common_pb2.WorkerActivity(load=load))["load"]["fragmentation"] == 0.5
 

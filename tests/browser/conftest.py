@@ -1,0 +1,78 @@
+"""A service with API keys, and a browser that looks at its page; skipped where no browser is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from docs.generate.browser import find_browser, open_browser
+from tests.e2e.service import Service
+from tests.models_fixture import ModelDirs
+
+_HERE = Path(__file__).parent
+
+OPERATOR, ALICE = "sk-operator", "sk-alice"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium is here")
+    with open_browser(path) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def service(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:  # noqa: ARG001 - no service without one
+    model = ModelDirs(tmp_path_factory.mktemp("models")).get("llama", max_position_embeddings=4096)
+    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys.write_text(f'[[keys]]\nkey = "{ALICE}"\ntenant = "alice"\n')
+    flags = [f"--api-key={OPERATOR}", f"--api-keys-file={keys}"]
+    folder = tmp_path_factory.mktemp("q")
+    with Service(folder, model, worker=["--num-blocks=1024"], router=flags) as service:
+        yield service
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """What the browser complains of; a test that expects something takes it out."""
+    return []
+
+
+@pytest.fixture
+def locked(browser: Browser, service: Service, problems: list[str]) -> Iterator[Page]:
+    """The page before anybody has given it a key."""
+    context = browser.new_context(viewport={"width": 1200, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on(
+        "console",
+        lambda message: problems.append(message.text) if message.type == "error" else None,
+    )
+    page.goto(f"{service.url}/ui")
+    yield page
+    context.close()
+    # The browser itself says so of the calls that are refused for lack of a key.
+    assert [text for text in problems if "status of 401" not in text] == []
+
+
+@pytest.fixture
+def page(locked: Page) -> Page:
+    """The page as an operator sees it."""
+    give_key(locked, OPERATOR)
+    return locked
+
+
+def give_key(page: Page, key: str) -> None:
+    page.fill("#key", key)
+    page.click("#key-form button")
+    page.wait_for_selector("#key-form", state="hidden")
