@@ -8,6 +8,7 @@ import base64
 import re
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -45,11 +46,12 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
     return query
 
 
-def message_to_json(message: Message) -> dict[str, Any]:
-    """Make plain values of a message, and of those in it."""
+def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
+    """Make plain values of a message, and of those in it; of all fields but `without`."""
     return {
         field.name: _to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
+        if field.name != without
     }
 
 
@@ -66,13 +68,10 @@ def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
 def _with_columns(message: Message, many: str, kind: type[Message]) -> dict[str, Any]:
     rows = getattr(message, many)
     columns = {
-        field.name: _column(field, [getattr(row, field.name) for row in rows])
+        field.name: _column(field, list(map(attrgetter(field.name), rows)))
         for field in kind.DESCRIPTOR.fields
     }
-    rest = type(message)()
-    rest.CopyFrom(message)
-    rest.ClearField(many)
-    return {**message_to_json(rest), many: columns}
+    return {**message_to_json(message, without=many), many: columns}
 
 
 def _column(field: Any, values: list[Any]) -> list[Any]:
