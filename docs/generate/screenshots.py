@@ -40,7 +40,7 @@ _FLAGS: Final = {
 _WATCH_S: Final = 20.0
 """Until the timeline has something to show."""
 _PROMPT: Final = 'def is_prime(n):\n    """Return whether n is a prime number."""\n'
-_SHOWN_CHARS: Final = 350
+_SHOWN_CHARS: Final = 250
 _NUMBERS: Final = itertools.count()
 _FONT: Final = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 """A picture must not fetch anything."""
@@ -83,7 +83,7 @@ def _take_playground(browser: Browser, info: ServiceInfo) -> None:
     page.fill("#temperature", "0.7")
     page.fill("#repetition-penalty", "1.1")
     page.fill("#seed", "7")
-    page.fill("#max-tokens", "400")
+    page.fill("#max-tokens", "900")
     page.click("#send")
     while len(page.text_content(".answer") or "") < _SHOWN_CHARS:
         page.wait_for_timeout(20)
