@@ -266,7 +266,9 @@ class Executor:
         if self._speculation is not None:
             self._speculation.advance(scheduled, has_sampled, execute_s)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
-        self._spans.sampled(rows[has_row], time.time())
+        now_s = time.time()
+        start_s = now_s - (time.monotonic() - launched.start_s)
+        self._spans.computed(launched.step_id, scheduled, rows[has_row], start_s, now_s)
         if has_failed.any():
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]

@@ -20,6 +20,7 @@ from isal import isal_zlib
 from gpu_worker import metrics
 from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.step import Int32Array
+from gpu_worker.transfer_meter import TransferMeter
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
 """How much is encoded or decoded at once, by device: several times as much lies beside the pools
@@ -63,6 +64,7 @@ class HostPool:
         self._checksums: dict[int, int] | None = {} if has_checksums else None
         self._is_loading = False
         self._streams = _Streams(device_blocks.device) if device_blocks.is_cuda else None
+        self._meter = TransferMeter(is_cuda=device_blocks.is_cuda)
 
     @property
     def blocks(self) -> npt.NDArray[np.uint8]:
@@ -80,6 +82,7 @@ class HostPool:
         if self._streams is not None and self._is_loading:
             self._is_loading = False
             self._streams.end_loading()
+        self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
         """Copy device blocks `src` to host blocks `dst`, as computed by the steps before.
@@ -88,7 +91,7 @@ class HostPool:
             src: int32[N] device blocks.
             dst: int32[N] host blocks, parallel to `src`, each at most once.
         """
-        with self._storing():
+        with self._storing(), self._meter.measure("out", self._held_bytes(src)):
             if self._codec is None:
                 _copy_runs(self._device_blocks, src, self._host_blocks, dst)
             else:
@@ -114,7 +117,7 @@ class HostPool:
             for i, block in enumerate(src.tolist()):
                 is_intact[i] = self._checksums.get(block) == self._checksum(block)
         good_src, good_dst = src[is_intact], dst[is_intact]
-        with self._loading():
+        with self._loading(), self._meter.measure("in", self._held_bytes(good_src)):
             if self._codec is None:
                 _copy_runs(self._host_blocks, good_src, self._device_blocks, good_dst)
             else:
@@ -180,6 +183,9 @@ class HostPool:
 
     def _on_device(self, blocks: Int32Array) -> torch.Tensor:
         return torch.from_numpy(blocks.astype(np.int64)).to(self._device_blocks.device)
+
+    def _held_bytes(self, blocks: Int32Array) -> int:
+        return len(blocks) * self._host_blocks.shape[1]
 
     def _storing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._streams is None else self._streams.storing()

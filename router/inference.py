@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
-from router import metrics
+from router import metrics, request_span
 from router.api_keys import ApiKeys
 from router.chat_template import ChatTemplate
 from router.detokenizer import Detokenizer
@@ -141,12 +142,18 @@ class Inference:
             self._release(request.tenant, request_id)
             raise
         metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
+        metrics.REQUEST_PROMPT_TOKENS.observe(len(live.prompt_token_ids))
         return live
 
     async def _submit(
         self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
     ) -> LiveRequest:
+        start_s = time.time()
         prompt, patterns, structured = await self._prompts.run(lambda: self._prepare(request))
+        context = trace.set_span_in_context(span)
+        if span.is_recording():
+            attributes = {"gen_ai.usage.input_tokens": len(prompt)}
+            telemetry.record_span("tokenize", context, start_s, time.time(), attributes)
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = settle_sampling(
@@ -158,13 +165,6 @@ class Inference:
         lease.reserve(
             len(prompt) + num_outputs * sampling.max_tokens, asyncio.get_running_loop().time()
         )
-        span.set_attributes(
-            {
-                "quire.request_id": request_id,
-                "gen_ai.request.model": model.id,
-                "gen_ai.usage.input_tokens": len(prompt),
-            }
-        )
         record = ReplayRecord(
             request_id=request_id,
             first_seq_key=self._scheduler.reserve_seq_keys(request.n),
@@ -172,7 +172,7 @@ class Inference:
             sampling=sampling,
             cache_salt=request.cache_salt,
             cache_pin_s=request.cache_pin_s,
-            traceparent=telemetry.inject(trace.set_span_in_context(span)),
+            traceparent=telemetry.inject(context),
             priority=request.priority,
             tenant=request.tenant,
             deadline=request.deadline,
@@ -183,6 +183,8 @@ class Inference:
             request.stop, request.include_stop_str_in_output, request.skip_special_tokens
         )
         live = self._start(record, request.n, terms, patterns, model, lease)
+        if span.is_recording():
+            span.set_attributes(request_span.submitted(live))
         self._scheduler.submit(live)
         return live
 
@@ -329,8 +331,8 @@ class Inference:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         tenant = live.record.tenant
         span = self._spans[tenant, live.request_id]
-        span.set_attribute("gen_ai.usage.output_tokens", live.num_completion_tokens)
-        span.set_attribute("gen_ai.response.finish_reasons", live.finish_reasons)
+        if span.is_recording():
+            span.set_attributes(request_span.closed(live))
         self._release(tenant, live.request_id)
 
     def _release(self, tenant: str, request_id: str) -> None:

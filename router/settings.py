@@ -42,6 +42,9 @@ class RouterSettings(ProcessSettings):
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     ui: bool = True
     """Whether HTTP has a web page at /ui: what the service is doing, and a playground."""
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the requests to trace (--otlp-traces-endpoint), of those whose client has not said
+    by a traceparent whether to."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads that turn text into tokens."""
 

@@ -20,13 +20,14 @@ from scheduler_svc.kept_requests import KeptRequests
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
+from scheduler_svc.queue_metrics import QueueCollector
 from scheduler_svc.recording import Recordings
 from scheduler_svc.reign import next_epoch, wait_for_vacancy
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.space_metrics import SpaceCollector
-from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerClientConfig, attach
 
 _MIB = 1024 * 1024
@@ -69,7 +70,7 @@ async def _run_scheduler(
     health = Health()
     kept = KeptRequests(grace_s=settings.resume_grace_s, max_bytes=settings.resume_max_mb * _MIB)
     streams = RouterStreams(settings.max_backlog_mb * _MIB, kept)
-    spans = QueueSpans()
+    spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
     fleet = Fleet(
         streams=streams,
@@ -105,6 +106,7 @@ async def _run_scheduler(
     ]
     registry.register(LoadCollector(fleet.loads))
     registry.register(SpaceCollector(fleet.spaces))
+    registry.register(QueueCollector(fleet.queued_by_tenant, fleet.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
     servicer = SchedulerServicer(fleet, streams, migrator, epoch)
     tasks: list[asyncio.Task[None]] = []

@@ -14,7 +14,7 @@ from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
-from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerLink
 
 _FIRST_BACKOFF_S = 0.1
@@ -60,7 +60,7 @@ class Engine:
         open_core: OpenCore,
         owner: EngineOwner,
         streams: RouterStreams,
-        spans: QueueSpans,
+        spans: SequenceSpans,
         metrics: EngineMetrics,
         max_decode_slowdown: float,
     ) -> None:

@@ -1,6 +1,7 @@
 """All workers as one scheduler: places requests, takes back a lost worker's, hands over."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from scheduler_svc.holding import HeldRequests, live_seq_keys, num_live_seqs
 from scheduler_svc.placement import Placer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
-from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.wire.router import finished_to_proto
 
 _STALL_MARGIN_S = 5.0
@@ -48,7 +49,7 @@ class Fleet:
         self,
         *,
         streams: RouterStreams,
-        spans: QueueSpans,
+        spans: SequenceSpans,
         health: Health,
         max_waiting: int,
         step_timeout_s: float,
@@ -147,6 +148,18 @@ class Fleet:
         """Look at the blocks of each worker that is attached."""
         return {
             engine.target: engine.session.space()
+            for engine in self._engines
+            if engine.session is not None
+        }
+
+    def queued_by_tenant(self) -> Counter[str]:
+        """Count the sequences that wait at an attached worker, by tenant."""
+        return sum((session.queued_by_tenant() for session in self._sessions()), Counter[str]())
+
+    def oldest_step_ages_s(self) -> Mapping[str, float]:
+        """Say of each attached worker how long its oldest step has been in flight."""
+        return {
+            engine.target: engine.session.oldest_step_age_s()
             for engine in self._engines
             if engine.session is not None
         }

@@ -95,14 +95,19 @@ class WorkerLink:
         self._call = self._stub.Execute(self._sent_batches())
         self._reader = asyncio.create_task(self._read(), name=f"results of {config.target}")
 
-    def send(self, plan: StepPlan) -> None:
-        """Send the batch for `plan`; at most two steps are in flight, so the queue is short."""
+    def send(self, plan: StepPlan) -> int:
+        """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
+
+        Returns:
+            The step's id on the wire.
+        """
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
         self._ledger.sent(plan)
         self._batches.put_nowait(batch)
         if self._watchdog is None:
             self._watch()
+        return batch.step_id
 
     def take_results(self) -> list[TimedResult]:
         """Take the results that came since the last call, in the order of their steps."""

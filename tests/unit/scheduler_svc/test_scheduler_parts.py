@@ -64,7 +64,7 @@ def make_session(spans):
 
 
 def test_source_that_goes_right_after_a_request_leaves_no_span_behind():
-    spans = telemetry.QueueSpans()
+    spans = telemetry.SequenceSpans()
     session = make_session(spans)
     session.post(SubmitRequest(make_request(source=3, traceparent="00-1-2-01")))
     session.post(DropSource(3))
@@ -291,11 +291,11 @@ class TestQueueSpans:
     @pytest.fixture
     def recorded(self, monkeypatch):
         spans = []
-        monkeypatch.setattr(telemetry, "record_span", lambda *span: spans.append(span))
+        monkeypatch.setattr(rpc.telemetry, "record_span", lambda *span: spans.append(span))
         return spans
 
     def test_span_covers_the_wait(self, recorded):
-        spans = telemetry.QueueSpans()
+        spans = telemetry.SequenceSpans()
         spans.submitted(make_request(key=2**63, traceparent=self.PARENT))
         spans.admitted(Admitted(1, 2**63, num_cached_tokens=32, queue_s=1.5))
         ((name, parent, start_s, end_s, attributes),) = recorded
@@ -305,7 +305,7 @@ class TestQueueSpans:
         assert attributes["quire.num_cached_tokens"] == 32
 
     def test_untraced_finished_and_dropped_sequences_have_none(self, recorded):
-        spans = telemetry.QueueSpans()
+        spans = telemetry.SequenceSpans()
         spans.submitted(make_request(key=0))
         spans.submitted(make_request(key=1, traceparent=self.PARENT))
         spans.submitted(make_request(source=2, key=0, traceparent=self.PARENT))
@@ -420,7 +420,7 @@ def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
 def test_step_that_nobody_gives_up_is_a_liveness_failure(age_s, is_stalled):
     fleet = Fleet(
         streams=RouterStreams(1 << 20),
-        spans=telemetry.QueueSpans(),
+        spans=telemetry.SequenceSpans(),
         health=Health(),
         max_waiting=1,
         step_timeout_s=60.0,
