@@ -267,8 +267,7 @@ class Executor:
             self._speculation.advance(scheduled, has_sampled, execute_s)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
         now_s = time.time()
-        start_s = now_s - (time.monotonic() - launched.start_s)
-        self._spans.computed(launched.step_id, scheduled, rows[has_row], start_s, now_s)
+        self._spans.computed(launched.step_id, scheduled, rows[has_row], now_s - execute_s, now_s)
         if has_failed.any():
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]

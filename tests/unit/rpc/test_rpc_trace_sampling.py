@@ -1,4 +1,4 @@
-"""Which traces are recorded: as the client says, or else a share; linked spans as what they name."""
+"""Which traces are recorded: as the client says, or else a share; a linked span as its trace."""
 
 import pytest
 from opentelemetry import trace
