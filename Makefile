@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test compose-test clients-test public-clients-test ui-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench
 
 setup: $(VENV)/.installed
 
@@ -44,6 +44,10 @@ public-clients-test: setup
 # The web page in a browser; skipped, by name, where there is no Chromium.
 ui-test: setup
 	$(BIN)/pytest -m browser -rs tests/browser
+
+# A real Prometheus scrapes a live service; skipped by name where there is none.
+observe-test: setup
+	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
 
 lint: setup
 	$(BIN)/ruff check

@@ -38,8 +38,13 @@ def page() -> str:
 
 def names() -> set[str]:
     """Return every metric's name, as it is declared."""
+    return set(kinds())
+
+
+def kinds() -> dict[str, str]:
+    """Return every metric's kind, by name."""
     rows = [*_of_module(router.metrics), *_of_scheduler(), *_of_module(gpu_worker.metrics)]
-    return {name for name, *_ in rows}
+    return {name: kind for name, kind, *_ in rows}
 
 
 def _of_module(module: object) -> list[Row]:
