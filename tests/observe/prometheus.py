@@ -7,6 +7,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,6 +66,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=10) as response:
                 return json.load(response)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                return None
             raise AssertionError(f"{arguments}: {error.read().decode()}") from error
         except urllib.error.URLError:
             assert self._process.poll() is None, (self._directory / "log").read_text()

@@ -76,9 +76,8 @@ def test_every_span_is_explained():
 def test_prometheus_takes_the_rules_and_they_fire():
     assert PROMTOOL is not None
     for arguments in (["check", "rules", RULES], ["test", "rules", ALERT_TESTS]):
-        done = subprocess.run(
-            [PROMTOOL, *command], capture_output=True, text=True, timeout=60, check=False
-        )
+        command = [PROMTOOL, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
