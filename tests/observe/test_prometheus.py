@@ -59,13 +59,19 @@ def loaded(service: Service, prometheus: Prometheus) -> Prometheus:
     prometheus.wait_for('quire_request_success_total{finished_reason="length"} == 3')
     prometheus.wait_for("rate(quire_worker_sampled_tokens_total[1m]) > 0")
     prometheus.wait_for("rate(quire_steps_total[1m]) > 0")
+    prometheus.wait_for("rate(quire_request_success_total[1m])")  # two samples of what was not
     return prometheus
 
 
+@pytest.fixture(scope="module")
+def shown(loaded: Prometheus) -> dict[str, list]:
+    """What each panel shows then, by its name."""
+    return {name: loaded.query(expression) for name, expression in of_dashboard().items()}
+
+
 @pytest.mark.parametrize("name", of_dashboard())
-def test_panel_shows_something(loaded: Prometheus, name: str):
-    samples = loaded.query(of_dashboard()[name])
-    assert samples or name in SILENT
+def test_panel_shows_something(shown: dict[str, list], name: str):
+    assert shown[name] or name in SILENT
 
 
 def test_rules_are_evaluated_without_an_error(loaded: Prometheus):
@@ -88,8 +94,10 @@ def test_nothing_is_scraped_that_the_reference_does_not_name(loaded: Prometheus)
         assert {name, base, f"{base}_total"} & kinds.keys(), name
 
 
-def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, service: Service):
+def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: Service):
+    assert shown
     service.worker.kill()
     loaded.wait_for('ALERTS{alertname="QuireWorkerLost",alertstate="pending"}')
+    service.wait_until_not_ready()
     service.start_worker()
     service.wait_until_ready()
