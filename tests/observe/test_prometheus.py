@@ -98,6 +98,5 @@ def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: 
     assert shown
     service.worker.kill()
     loaded.wait_for('ALERTS{alertname="QuireWorkerLost",alertstate="pending"}')
-    service.wait_until_not_ready()
     service.start_worker()
-    service.wait_until_ready()
+    loaded.wait_for("quire_worker_attached == 1", 60)
