@@ -36,6 +36,7 @@ from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
+from rpc.silence import LOST_AFTER_S, TICK_S, Silence
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
 
@@ -217,30 +218,35 @@ class SchedulerClient:
     async def _keep_stream(self) -> None:
         backoff_s = _MIN_BACKOFF_S
         self._health.set_starting(f"waiting for the scheduler at {self._target}")
-        async with open_channel(self._target, self._max_message_mb, self._tls) as channel:
-            self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
-            while True:
-                try:
-                    await self._converse(self._stub)
-                    reason = "the scheduler ended the stream"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {explain(error.details() or '')}"
-                    if self._misfit is not None:  # that scheduler is gone: so is what it said
-                        self._misfit = None
-                        self._set_starting(f"waiting for the scheduler at {self._target}")
-                except _MisfitError as error:
-                    reason = str(error)
-                except QuireError as error:
-                    reason = f"the scheduler does not keep to the contract: {error}"
-                if self._outbox is not None:  # there was a scheduler: the next may be soon
-                    backoff_s = _MIN_BACKOFF_S
-                self._lose(reason)
-                # Jitter: many routers lose one scheduler at the same moment.
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        while True:
+            try:
+                # A channel each time: it would keep its connection to a scheduler that hangs, and
+                # not look at the next address.
+                async with open_channel(self._target, self._max_message_mb, self._tls) as channel:
+                    await self._converse(channel)
+                reason = "the scheduler ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {explain(error.details() or '')}"
+                if self._misfit is not None:  # that scheduler is gone: so is what it said
+                    self._misfit = None
+                    self._set_starting(f"waiting for the scheduler at {self._target}")
+            except TimeoutError:
+                reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+            except _MisfitError as error:
+                reason = str(error)
+            except QuireError as error:
+                reason = f"the scheduler does not keep to the contract: {error}"
+            if self._outbox is not None:  # there was a scheduler: the next may be soon
+                backoff_s = _MIN_BACKOFF_S
+            self._lose(reason)
+            # Jitter: many routers lose one scheduler at the same moment.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _converse(self, stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
-        call = stub.Connect()
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        """Talk to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = self._stub.Connect()
         try:
             await call.write(
                 scheduler_pb2.ConnectRequest(
@@ -256,13 +262,37 @@ class SchedulerClient:
                 raise QuireError("the first message is not a welcome")
             outbox = self._meet(welcome)
             writer = asyncio.create_task(_write(call, outbox))
+            silence = Silence()
             try:
-                while (news := await _read(call)) is not None:
-                    self._hear(news)
+                async with asyncio.timeout(None) as limit:
+                    watcher = asyncio.create_task(self._watch(silence, limit))
+                    while (news := await _read(call)) is not None:
+                        silence.heard()
+                        self._hear(news)
             finally:
                 writer.cancel()
+                watcher.cancel()
         finally:
             call.cancel()
+
+    async def _watch(self, silence: Silence, limit: asyncio.Timeout) -> None:
+        """Say in `health` when the scheduler hangs and goes on; let `limit` pass if it is lost."""
+        did_hang = False
+        while not silence.is_loss:
+            await asyncio.sleep(TICK_S)
+            silence.tick()
+            if silence.is_hang == did_hang:
+                continue
+            did_hang = silence.is_hang
+            if did_hang:
+                log.warning("scheduler hangs", target=self._target, silent_s=silence.seconds)
+            if not self._draining:
+                if did_hang:
+                    hang = f"has said nothing for {silence.seconds:g} s"
+                    self._health.set_not_ready(f"the scheduler at {self._target} {hang}")
+                else:
+                    self._health.set_ready()
+        limit.reschedule(asyncio.get_running_loop().time())
 
     def _meet(self, welcome: Welcome) -> Outbox:
         """Takes up the scheduler's model and submits every live request (again).

@@ -121,6 +121,7 @@ async def _run_scheduler(
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
         run(fleet.run(engines), "engines")
         run(servicer.give_up_kept(), "kept requests")
+        run(servicer.beat(), "beats")
         if settings.rebalance and len(engines) > 1:
             run(migrator.rebalance(), "rebalancing")
         if on_started is not None:

@@ -9,6 +9,7 @@ import structlog
 
 from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
+from rpc.silence import TICK_S
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
@@ -209,6 +210,7 @@ class Fleet:
         asyncio.get_running_loop().call_later(_REUNION_S, self._await_no_more)
         self._show_health()
         tasks = [asyncio.create_task(engine.run(), name=engine.target) for engine in engines]
+        watch = asyncio.create_task(self._watch(), name="hanging workers")
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             self._has_failed = True
@@ -218,9 +220,9 @@ class Fleet:
             )
             await failed
         finally:
-            for task in tasks:
+            for task in (*tasks, watch):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, watch, return_exceptions=True)
 
     async def drain(self) -> None:
         """Let the steps in flight be answered, plan no more, and end the routers' streams.
@@ -312,6 +314,7 @@ class Fleet:
         if self._awaited and command.request.outputs:
             self._held.add(command)  # its KV may be at a worker that is not attached yet
             return
+        sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
             loads = [session.placement_load() for session in sessions]
@@ -352,10 +355,34 @@ class Fleet:
     def _show_health(self) -> None:
         if self._is_draining:
             return
-        missing = [
-            f"{engine.target} ({engine.loss})" for engine in self._engines if engine.session is None
-        ]
-        if len(missing) < len(self._engines):
-            self._health.set_ready()
+        troubles = self._troubles()
+        missing = ", ".join(f"{target} ({trouble})" for target, trouble in troubles.items())
+        if len(troubles) < len(self._engines):
+            self._health.set_ready(f"without {missing}" if missing else None)
+        elif self._sessions():
+            self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
-            self._health.set_not_ready(f"no worker is attached: {', '.join(missing)}")
+            self._health.set_not_ready(f"no worker is attached: {missing}")
+
+    def _troubles(self) -> dict[str, str]:
+        """Say what is wrong, by worker."""
+        troubles = {}
+        for engine in self._engines:
+            trouble = engine.loss if engine.session is None else engine.session.trouble()
+            if trouble is not None:
+                troubles[engine.target] = trouble
+        return troubles
+
+    async def _watch(self) -> None:
+        """Say when workers begin to hang, and when they go on."""
+        hanging: set[str] = set()
+        while True:
+            await asyncio.sleep(TICK_S)
+            before, hanging = hanging, set()
+            for engine in self._engines:
+                if engine.session is not None and (trouble := engine.session.trouble()):
+                    hanging.add(engine.target)
+                    if engine.target not in before:
+                        log.warning("worker hangs", worker=engine.target, how=trouble)
+            if hanging != before:
+                self._show_health()

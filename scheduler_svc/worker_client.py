@@ -12,6 +12,7 @@ from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.packing import pack_int32
+from rpc.silence import BEAT_S, TICK_S, Silence
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
@@ -87,13 +88,22 @@ class WorkerLink:
         self._step_id_base = step_id_base
         self._loop = asyncio.get_running_loop()
         self._in_flight: deque[_SentStep] = deque()
+        self._last_result_at = 0.0
         self._results: deque[TimedResult] = deque()
         self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._ledger = WorkerLedger(info)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
-        self._reader = asyncio.create_task(self._read(), name=f"results of {config.target}")
+        self._silence = Silence()
+        self._tasks = [
+            asyncio.create_task(work, name=f"{name} {config.target}")
+            for work, name in (
+                (self._read(), "results of"),
+                (self._listen(), "beats of"),
+                (self._watch_silence(), "silence of"),
+            )
+        ]
 
     def send(self, plan: StepPlan) -> int:
         """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
@@ -118,6 +128,17 @@ class WorkerLink:
     def oldest_step_age_s(self) -> float:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
+
+    def oldest_step_runs_s(self) -> float:
+        """Say how long the oldest step may have been computing: it waits for those before it."""
+        if not self._in_flight:
+            return 0.0
+        return self._loop.time() - max(self._in_flight[0].sent_at, self._last_result_at)
+
+    @property
+    def silence(self) -> Silence:
+        """How long the worker has said nothing."""
+        return self._silence
 
     async def pull_kv(
         self,
@@ -154,18 +175,39 @@ class WorkerLink:
         """Let the worker go."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._call.cancel()
-        await asyncio.wait([self._reader])
+        await asyncio.wait(self._tasks)
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
         while True:
             yield await self._batches.get()
 
+    async def _listen(self) -> None:
+        """Ask for a sign of life again and again, which also is one."""
+        request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
+        while True:
+            try:
+                await self._stub.DescribeDevice(request)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    self._silence.heard()  # whatever it says, it answers
+            else:
+                self._silence.heard()
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch_silence(self) -> None:
+        while not self._silence.is_loss:
+            await asyncio.sleep(TICK_S)
+            self._silence.tick()
+        self._lose(UnavailableError(f"it has said nothing for {self._silence.seconds:g} s"))
+
     async def _read(self) -> None:
         try:
             async for message in self._call:
+                self._silence.heard()
                 self._receive(message)
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
@@ -192,6 +234,7 @@ class WorkerLink:
             result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
             self._ledger.check(result)
         sent = self._in_flight.popleft()
+        self._last_result_at = self._loop.time()
         if timeline.is_on():
             timeline.add(
                 "a step, from sending to result",
