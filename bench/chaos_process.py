@@ -73,6 +73,12 @@ class Process:
                 await self.wait()
         await self.kill()
 
+    def rss_bytes(self) -> int:
+        """Its resident memory."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return int(fields["VmRSS"].split()[0]) * 1024
+
     def log_tail(self, num_lines: int = 30) -> str:
         """Give the end of its log."""
         with self._log.open(errors="replace") as lines:
