@@ -9,6 +9,7 @@ before anything failed.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
   phase in which nothing but the scheduler is killed.
+  With --cramped that is shown and not judged: who is preempted may be recomputed.
 - `blocks_exact`: whether at the end nothing is held, and free + cached = total at each worker.
 
 Ends with 1 if any of these is not as it should be.
@@ -38,6 +39,8 @@ from quire.client import AsyncClient
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"
 _NUM_BLOCKS = 2048
 """Enough at each worker for all streams: what a scheduler's death costs is told apart so."""
+_NUM_BLOCKS_CRAMPED = 320
+"""Enough for the longest request, and for a third of the streams."""
 _IDLE_S = 60.0
 
 
@@ -45,8 +48,8 @@ _IDLE_S = 60.0
 class Run:
     """What has happened."""
 
-    faults_s: list[float] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    """Times, by the monotonic clock, and kinds."""
     recomputed: int = 0
     blocks: list[str] = field(default_factory=list)
     """What is wrong with them at the end."""
@@ -55,8 +58,7 @@ class Run:
 async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
     """Kill the scheduler again and again; count what the next one has computed again."""
     for _ in range(num):
-        run.faults_s.append(time.monotonic())
-        run.kinds["scheduler-only kill"] += 1
+        run.faults.append((time.monotonic(), "scheduler killed alone"))
         await service.befall(Kill("scheduler", 0.0))
         await service.wait_until_ready(["scheduler", *service.routers])
         await asyncio.sleep(1.0)
@@ -67,12 +69,10 @@ async def do_harm(
     service: ChaosService, run: Run, chance: random.Random, pauses_s: Iterator[float], hang_s: float
 ) -> None:
     """Draw a fault after each pause; one in four comes before the one before is mended."""
-    for pause_s in pauses_s:
+    for pause_s, fault in zip(pauses_s, service.draw(chance, hang_s), strict=False):
         await asyncio.sleep(pause_s)
-        fault = service.draw(chance, hang_s)
-        print(f"  {len(run.faults_s):4} {fault}", flush=True)
-        run.faults_s.append(time.monotonic())
-        run.kinds[str(type(fault).__name__).lower()] += 1
+        print(f"  {len(run.faults):4} {fault}", flush=True)
+        run.faults.append((time.monotonic(), fault.kind))
         await service.befall(fault)
         if chance.random() < 0.75:
             await service.wait_until_ready()
@@ -108,12 +108,22 @@ def pauses_of(args: argparse.Namespace, chance: random.Random) -> Iterator[float
         yield max(0.0, started_s + number * args.every - now_s)
 
 
+def print_stalls(run: Run, stalls: list[tuple[str, float]]) -> None:
+    """Print what each kind of fault cost the streams that lived through it."""
+    print(f"{'fault':>24} {'times':>6} {'stall p50':>10} {'p99':>10}")
+    for kind, times in sorted(Counter(kind for _, kind in run.faults).items()):
+        pauses_s = [pause_s for of, pause_s in stalls if of == kind] or [0.0]
+        p50, p99 = np.percentile(pauses_s, (50, 99))
+        print(f"{kind:>24} {times:6} {p50:8.2f} s {p99:8.2f} s")
+
+
 async def run_chaos(args: argparse.Namespace) -> dict[str, object]:
     """Start the service, harm it, and say what came of it."""
     chance = random.Random(args.seed)
     run = Run()
+    num_blocks = _NUM_BLOCKS_CRAMPED if args.cramped else _NUM_BLOCKS
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
-        async with chaos_service(Path(name), args.model, _NUM_BLOCKS) as service:
+        async with chaos_service(Path(name), args.model, num_blocks) as service:
             streams = Streams(service.targets)
             try:
                 await streams.prepare(make_cases(chance, 12 if args.quick else 24))
@@ -130,20 +140,21 @@ async def run_chaos(args: argparse.Namespace) -> dict[str, object]:
                 if args.logs is not None:
                     service.save_logs(args.logs)
     verdict = streams.verdict
-    stalls = list(stalls_s(streams.finished, run.faults_s)) or [0.0]
+    stalls = list(stalls_s(streams.finished, run.faults))
+    print_stalls(run, stalls)
+    pauses_s = [pause_s for _, pause_s in stalls] or [0.0]
     for problem in (*verdict.errors, *run.blocks):
         print(f"  wrong: {problem}")
     return {
-        "kills": len(run.faults_s),
-        "kinds": dict(run.kinds),
+        "kills": len(run.faults),
         "streams": verdict.num_streams,
         "tokens": verdict.num_tokens,
         "lost": verdict.lost,
         "duplicated": verdict.duplicated,
         "contradicted": verdict.contradicted,
         "wrong_streams": len(verdict.errors),
-        "stall_p50_s": round(float(np.percentile(stalls, 50)), 3),
-        "stall_p99_s": round(float(np.percentile(stalls, 99)), 3),
+        "stall_p50_s": round(float(np.percentile(pauses_s, 50)), 3),
+        "stall_p99_s": round(float(np.percentile(pauses_s, 99)), 3),
         "recomputed_after_scheduler_kill": run.recomputed,
         "blocks_exact": not run.blocks,
     }
@@ -159,6 +170,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="live ones")
     parser.add_argument("--seed", type=int, default=0, help="of faults and requests")
     parser.add_argument("--quick", action="store_true", help="hangs of 3 s, fewer references")
+    parser.add_argument(
+        "--cramped", action="store_true", help="so little memory that sequences are swapped"
+    )
     parser.add_argument("--model", type=Path, default=SHIPPED_MODEL)
     parser.add_argument("--logs", type=Path, metavar="DIR", help="also keep the logs here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
@@ -169,7 +183,9 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     zero = ("lost", "duplicated", "contradicted", "wrong_streams")
-    is_exact = results["blocks_exact"] and not results["recomputed_after_scheduler_kill"]
+    is_exact = results["blocks_exact"]
+    if not args.cramped:
+        is_exact = is_exact and not results["recomputed_after_scheduler_kill"]
     if any(results[name] for name in zero) or not is_exact:
         sys.exit("chaos has left its marks: see above")
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import shutil
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -35,6 +36,11 @@ class Kill:
     process: str
     pause_s: float
 
+    @property
+    def kind(self) -> str:
+        """For a table."""
+        return f"{self.process.split('-')[0]} killed"
+
 
 @dataclass(frozen=True, slots=True)
 class Hang:
@@ -43,12 +49,22 @@ class Hang:
     process: str
     seconds: float
 
+    @property
+    def kind(self) -> str:
+        """For a table."""
+        return f"{self.process.split('-')[0]} stopped"
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """All connections of a link break."""
 
     link: str
+
+    @property
+    def kind(self) -> str:
+        """For a table."""
+        return f"{self.link.split('-')[0]} link cut"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,11 @@ class Silence:
 
     link: str
     seconds: float
+
+    @property
+    def kind(self) -> str:
+        """For a table."""
+        return f"{self.link.split('-')[0]} link silent"
 
 
 Fault: TypeAlias = Kill | Hang | Cut | Silence
@@ -114,19 +135,23 @@ class ChaosService:
                     self._check(name)
                     await asyncio.sleep(_POLL_S)
 
-    def draw(self, chance: random.Random, hang_s: float) -> Fault:
-        """Make up a fault: each kind of process and link is as likely as the others."""
-        kind = chance.choice(("worker", "scheduler", "router"))
-        name = chance.choice([each for each in self.processes if each.startswith(kind)])
-        match chance.choice(("kill", "kill", "hang", "cut", "silence")):
-            case "kill":
-                return Kill(name, chance.choice((0.0, 0.0, 1.0)))
-            case "hang":
-                return Hang(name, hang_s)
-            case "cut":
-                return Cut(name)
-            case _:
-                return Silence(name, hang_s)
+    def draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
+        """Make up faults without end: in each three, one of each kind of process or its link.
+
+        The first three are kills.
+        """
+        for number in itertools.count():
+            for kind in chance.sample(("worker", "scheduler", "router"), 3):
+                name = chance.choice([each for each in self.processes if each.startswith(kind)])
+                match chance.choice(("kill", "kill", "hang", "cut", "silence")):
+                    case what if what == "kill" or number == 0:
+                        yield Kill(name, chance.choice((0.0, 0.0, 1.0)))
+                    case "hang":
+                        yield Hang(name, hang_s)
+                    case "cut":
+                        yield Cut(name)
+                    case _:
+                        yield Silence(name, hang_s)
 
     async def befall(self, fault: Fault) -> None:
         """Let a fault happen; returns when what failed is there again, though not ready yet."""

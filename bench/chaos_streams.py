@@ -207,11 +207,17 @@ class Streams:
             return stream
 
 
-def stalls_s(streams: Sequence[Stream], faults_s: Sequence[float]) -> Iterator[float]:
-    """Give the longest pause of each stream after each fault that it lived through, in seconds."""
-    for at_s, next_s in zip(faults_s, [*faults_s[1:], float("inf")], strict=True):
+def stalls_s(
+    streams: Sequence[Stream], faults: Sequence[tuple[float, str]]
+) -> Iterator[tuple[str, float]]:
+    """Give the longest pause of each stream after each fault that it lived through, in seconds.
+
+    `faults` are times and kinds, in order; a pause counts for the kind of the fault before it.
+    """
+    ends_s = [*(at_s for at_s, _ in faults[1:]), float("inf")]
+    for (at_s, kind), next_s in zip(faults, ends_s, strict=True):
         for stream in streams:
             times_s = stream.times_s
             if times_s[0] <= at_s < times_s[-1]:
                 pauses = [p for p in pairwise(times_s) if p[1] > at_s and p[0] < next_s]
-                yield max(b - max(a, at_s) for a, b in pauses)
+                yield kind, max(b - max(a, at_s) for a, b in pauses)
