@@ -88,7 +88,6 @@ class WorkerLink:
         self._step_id_base = step_id_base
         self._loop = asyncio.get_running_loop()
         self._in_flight: deque[_SentStep] = deque()
-        self._last_result_at = 0.0
         self._results: deque[TimedResult] = deque()
         self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._ledger = WorkerLedger(info)
@@ -96,6 +95,7 @@ class WorkerLink:
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
         self._silence = Silence()
+        self._since_result = Silence()
         self._tasks = [
             asyncio.create_task(work, name=f"{name} {config.target}")
             for work, name in (
@@ -111,6 +111,8 @@ class WorkerLink:
         Returns:
             The step's id on the wire.
         """
+        if not self._in_flight:
+            self._since_result.heard()  # there was nothing to say
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
         self._ledger.sent(plan)
@@ -130,10 +132,11 @@ class WorkerLink:
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
 
     def oldest_step_runs_s(self) -> float:
-        """Say how long the oldest step may have been computing: it waits for those before it."""
-        if not self._in_flight:
-            return 0.0
-        return self._loop.time() - max(self._in_flight[0].sent_at, self._last_result_at)
+        """Say how long the oldest step may have been computing: it waits for those before it.
+
+        As `Silence` counts: not the time that this process was stopped.
+        """
+        return self._since_result.seconds if self._in_flight else 0.0
 
     @property
     def silence(self) -> Silence:
@@ -202,6 +205,7 @@ class WorkerLink:
         while not self._silence.is_loss:
             await asyncio.sleep(TICK_S)
             self._silence.tick()
+            self._since_result.tick()
         self._lose(UnavailableError(f"it has said nothing for {self._silence.seconds:g} s"))
 
     async def _read(self) -> None:
@@ -234,7 +238,7 @@ class WorkerLink:
             result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
             self._ledger.check(result)
         sent = self._in_flight.popleft()
-        self._last_result_at = self._loop.time()
+        self._since_result.heard()
         if timeline.is_on():
             timeline.add(
                 "a step, from sending to result",
