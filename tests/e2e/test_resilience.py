@@ -217,6 +217,23 @@ def test_streams_survive_a_scheduler_that_hangs(
     own.wait_until_idle()
 
 
+def test_a_storm_of_long_prompts_is_not_taken_for_a_hang(own: Service):
+    prompts = [[2 + (i * j) % 490 for j in range(1, 3000)] for i in range(1, 17)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        reading = [
+            pool.submit(read, own.stub.Generate(generate_request(prompt, max_tokens=3)))
+            for prompt in prompts
+        ]
+        statuses = set()
+        while not all(each.done() for each in reading):
+            for child in (own.scheduler, own.router):
+                code, body = own.get_json(child, "/ready")
+                statuses.add((code, body["status"]))
+        assert all(each.result().usage.prompt_tokens == 2999 for each in reading)
+    assert statuses == {(200, "ready")}
+    own.wait_until_idle()
+
+
 def _wait_for_status(own: Service, child: Child, code: int, status: str) -> None:
     def look() -> bool | None:
         found, body = own.get_json(child, "/ready")
