@@ -332,19 +332,18 @@ async def test_quota_is_free_again_however_a_request_ends(router):
 
 
 @pytest.fixture
-def _all_logs():
-    """All that a router logs; other tests' logs are theirs again afterwards."""
+def logged(capfd):
+    """Reads all that a router logs; other tests' logs are theirs again afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     logs.configure("debug", "json", "router")
-    yield
+    yield capfd.readouterr
     root.handlers = handlers
     root.setLevel(level)
     structlog.reset_defaults()
 
 
-@pytest.mark.usefixtures("_all_logs")
-async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, capfd):
+async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, logged):
     said = [repr(settings)]
     async with running(settings, tmp_path) as router:
         for key in (ALICE, f"{ALICE}-wrong"):
@@ -357,7 +356,7 @@ async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, capfd):
         said.append(str(submit))
         async with router.http.get("/metrics") as response:
             said.append(await response.text())
-    out, err = capfd.readouterr()
+    out, err = logged()
     assert "listening" in err
     for key in (OPERATOR, ALICE, BOB):
         assert key not in "".join((*said, out, err))
