@@ -64,3 +64,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python bench/serve.py
+
+# Kills, stops and cuts what it can under live streams, for about half an hour.
+chaos: setup
+	$(BIN)/python bench/chaos.py --kills 200
