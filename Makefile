@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench chaos
 
 setup: $(VENV)/.installed
 
