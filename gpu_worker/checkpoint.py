@@ -1,10 +1,11 @@
 """Reads named tensors from the safetensors files of a Hugging Face directory, memory-mapped."""
 
+import math
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +15,9 @@ from gpu_worker.json_fields import JsonFields, ModelError, read_json
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_ORDINARY: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Numbers that stand for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +56,23 @@ class Checkpoint:
         """Copy a piece to `out`, converting dtype and device; nothing else of it is read.
 
         Raises:
-            ModelError: the tensor has another shape.
+            ModelError: the tensor has another shape, or its dtype is not that of `out` and one of
+                them means nothing without scales beside it.
         """
         file = self._name_to_file[piece.name]
         shape = file.shape(piece.name)
-        if shape != piece.shape:
+        if shape != piece.shape and not math.prod(shape) == math.prod(piece.shape) == 1:
             raise ModelError(
                 f"{file.path}: {piece.name} has shape {list(shape)}; "
                 f"config.json makes it {list(piece.shape)}"
             )
-        out.copy_(file.tensor(piece))
+        tensor = file.tensor(piece)
+        if tensor.dtype is not out.dtype and not {tensor.dtype, out.dtype} <= _ORDINARY:
+            raise ModelError(
+                f"{file.path}: {piece.name} has dtype {tensor.dtype}; config.json makes it"
+                f" {out.dtype}"
+            )
+        out.copy_(tensor.view(out.shape))
 
 
 class _File:

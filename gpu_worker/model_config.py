@@ -91,9 +91,3 @@ def read_dtype(fields: JsonFields) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
         raise fields.error("dtype", f"is {name!r}; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def refuse_quantized(fields: JsonFields) -> None:
-    """Raise ModelError if the checkpoint's weights are quantized."""
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "is set; quantized checkpoints are not supported")

@@ -10,7 +10,7 @@ import torch
 
 from gpu_worker.executor import Decoder
 from gpu_worker.json_fields import JsonFields, ModelError, read_json
-from gpu_worker.model_config import ModelConfig, read_architecture, refuse_quantized
+from gpu_worker.model_config import ModelConfig, read_architecture
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
     LLAMA_ARCHITECTURES,
@@ -22,6 +22,7 @@ from gpu_worker.models.neox_config import read_neox_config, split_neox_config
 from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.stored_format import read_stored_format
 from gpu_worker.weights import Weights, load_weights
 
 _TRANSFORMERS: Final = "transformers"
@@ -94,6 +95,13 @@ class _CheckpointSource:
             self.local_config = family.split_config(self.config, place)
         elif place.num_ranks > 1:
             raise _not_shared(f"a model-class of yours, {self.config.architecture},", place)
+        self._stored = read_stored_format(fields)
+        if quantization is not None and self._stored is not None:
+            raise fields.error(
+                "quantization_config",
+                f"is set, and quantization is {quantization.value}; weights that are quantized"
+                " already are taken as they are: leave it out",
+            )
         self._quantization = quantization
         self._directory = directory
         self._family = family
@@ -119,6 +127,7 @@ class _CheckpointSource:
             progress,
             self._quantization,
             ranks,
+            self._stored,
         )
 
 
@@ -145,10 +154,15 @@ def open_model(
         return _CheckpointSource(
             directory, fields, _import_family(model_class), quantization, place
         )
-    refuse_quantized(fields)
     architecture = read_architecture(fields)
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
         return _CheckpointSource(directory, fields, _NATIVE[architecture], quantization, place)
+    if fields.get("quantization_config") is not None:
+        raise fields.error(
+            "quantization_config",
+            f"is set; {architecture} is run by transformers' model, and quantized checkpoints are"
+            f" supported for {', '.join(_NATIVE)}",
+        )
     if quantization is not None:
         raise ModelError(
             f"quantization is {quantization.value}; {architecture} is run by transformers' model,"

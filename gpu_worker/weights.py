@@ -21,8 +21,10 @@ from gpu_worker.models.quantized_linear import (
     make_quantized_linear,
     quantize,
 )
+from gpu_worker.packed_maps import PackedMaps
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.stored_format import StoredFormat
 
 ModelT = TypeVar("ModelT")
 MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
@@ -42,10 +44,12 @@ class Weights:
         fill: Callable[[Piece, torch.Tensor], None],
         quantization: Quantization | None = None,
         ranks: Ranks | None = None,
+        stored: StoredFormat | None = None,
     ) -> None:
         """`fill` gives an empty tensor its contents; `names` are those of all tensors there are.
 
-        `ranks` are the devices that share the model; None: it is on this one alone.
+        `ranks` are the devices that share the model; None: it is on this one alone. `stored` is how
+        the checkpoint packs its linear maps; None: not at all.
         """
         self.names = names
         self.ranks = ranks
@@ -59,6 +63,11 @@ class Weights:
         self._quantization = quantization
         self._fill = fill
         self._ignored: list[re.Pattern[str]] = []
+        self.packed: PackedMaps | None = None
+        """Reads the maps that the checkpoint packs."""
+        if stored is not None:
+            self.packed = PackedMaps(stored, names, dtype, device, fill)
+            self.ignore(self.packed.unused)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor, of this shape."""
@@ -145,14 +154,15 @@ class Weights:
         bias: bool,
     ) -> Linear:
         """One map of several: of each the name, the weight's shape, and which part of it."""
-        weight = self._joined(
-            [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
-        )
         joined_bias = None
         if bias:
             joined_bias = self._joined(
                 [Piece(f"{name}.bias", shape[:1], where[:1]) for name, shape, where in parts]
             )
+        pieces = [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
+        if self.packed is not None and any(self.packed.has(name) for name, _, _ in parts):
+            return self.packed.linear(pieces, joined_bias)
+        weight = self._joined(pieces)
         num_in = weight.shape[1]
         if self._quantization is not None and not can_quantize(num_in, self._quantization):
             raise ModelError(
@@ -198,6 +208,7 @@ def load_weights(
     progress: Callable[[float], None],
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
+    stored: StoredFormat | None = None,
 ) -> ModelT:
     """Build a model whose weights are read, converted to `dtype`, and put on `device`.
 
@@ -214,6 +225,7 @@ def load_weights(
         progress: called with the fraction of weights read, growing up to 1.
         quantization: of the linear maps; None leaves them in `dtype`.
         ranks: the devices that share the model; each reads its part.
+        stored: how the checkpoint packs its linear maps; None: not at all.
 
     Raises:
         ModelError: a file is missing or damaged, tensors are missing, unexpected or misshapen, or
@@ -225,7 +237,7 @@ def load_weights(
     def count(piece: Piece, out: torch.Tensor) -> None:
         num_elems[piece.name] = out.numel()
 
-    plan = Weights(checkpoint.names, dtype, _META, count, quantization)
+    plan = Weights(checkpoint.names, dtype, _META, count, quantization, None, stored)
     build(plan)
     if quantization is not None and not plan.num_quantized:
         raise ModelError(
@@ -241,7 +253,7 @@ def load_weights(
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
     if ranks is not None:  # the plan was of the whole model: every rank refuses what one would
         num_elems.clear()
-        build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks))
+        build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks, stored))
     total, num_read = math.fsum(num_elems.values()), 0
 
     def fill(piece: Piece, out: torch.Tensor) -> None:
@@ -250,7 +262,11 @@ def load_weights(
         num_read += out.numel()
         progress(num_read / total)
 
-    return build(Weights(checkpoint.names, dtype, device, fill, quantization, ranks))
+    weights = Weights(checkpoint.names, dtype, device, fill, quantization, ranks, stored)
+    model = build(weights)
+    if weights.packed is not None:
+        weights.packed.log()
+    return model
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -15,6 +15,7 @@ from kernels.cpu import quantized as native
 
 _INT4_GROUP_SIZES: Final = (64, 32)
 """The first that divides K: 4.5 bits for each weight, or 5, with scales and offsets of 16 bits."""
+_INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """All of them, which keeps weights that are on a grid already; and less, since far values are few
 and a finer grid serves the many. The better one is taken, group by group."""
@@ -53,6 +54,12 @@ class QuantizedWeight:
         if self.offsets is not None:
             weight += self.offsets.float().unsqueeze(2)
         return weight.view(self.values.shape)
+
+    def without_zero_offsets(self) -> "QuantizedWeight":
+        """The same, where offsets that are all zero are None; of 8 bits, which can lack them."""
+        if self.quantization is Quantization.INT4 or self.offsets is None or self.offsets.any():
+            return self
+        return replace(self, offsets=None)
 
 
 def can_quantize(num_in: int, quantization: Quantization) -> bool:
@@ -109,6 +116,19 @@ def _fit_int4(
 
 def _round_int4(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return ((groups - offsets) / scales).round_().clamp_(-8, 7)
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether `make_quantized_linear` takes this weight.
+
+    Groups of 4 bits must have 32, 64 or 128 input features. Of 8 bits torch's operators have none.
+    """
+    num_groups = weight.scales.shape[1]
+    if weight.quantization is Quantization.INT4:
+        return weight.values.shape[1] // num_groups in _INT4_KERNEL_GROUPS
+    if native.can_pack(weight.values, weight.scales.dtype):
+        return True
+    return num_groups == 1 and weight.offsets is None
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:

@@ -255,7 +255,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id is ['</s>']; it must be token ids"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
         ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
         (

@@ -1,0 +1,230 @@
+"""Writes a model as a quantized checkpoint, each weight rounded to the nearest number there is.
+
+    python bench/quantize.py models/quire-tiny-python awq /tmp/awq
+
+It is for tests and for `bench/quality.py --checkpoints`: real checkpoints come from programs that
+fit what they round to text, and lose less. Embeddings, norms, the map over the vocabulary and the
+router among experts stay as they are.
+
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+"""
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+"""Of one map, by the end of the name."""
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs each nibble of a word has, from the lowest."""
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_BLOCK = 128
+_KEPT = r".*(embed|lm_head|\.gate\.).*"
+"""Weights of two dimensions that no one quantizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to store a map."""
+
+    config: dict[str, Any]
+    """`quantization_config`, but the list of what is not quantized."""
+    kept_key: str
+    """What that list is called."""
+    pack: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    """Of a weight `[N, K]` its tensors, and the weight they stand for: float32 `[N, K]`."""
+
+
+def round_to_integers(
+    weight: torch.Tensor, bits: int, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Integers from 0 `int32[N, K]`, zero points `int32[N, G]`, scales `float16[N, G]`.
+
+    The weight is `(integer - zero point) * scale`.
+    """
+    most = 2**bits - 1
+    groups = weight.float().view(weight.shape[0], -1, group_size)
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / most).clamp(min=1e-6).half()
+    zeros = (-low / scales.float()).round().clamp(0, most)
+    values = (groups / scales.float().unsqueeze(2)).round() + zeros.unsqueeze(2)
+    return values.clamp(0, most).flatten(1).int(), zeros.int(), scales
+
+
+def to_words(
+    integers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """`int32[M, C]` to words `int32[M, C * bits / 32]`, the first of `order` in the lowest bits."""
+    per_word = 32 // bits
+    in_word = integers.long().view(integers.shape[0], -1, per_word)
+    words = torch.zeros(in_word.shape[:2], dtype=torch.int64)
+    for place, which in enumerate(order or range(per_word)):
+        words |= in_word[..., which] << (bits * place)
+    return words.to(torch.int32)  # which keeps the low bits
+
+
+def _stands_for(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    repeats = values.shape[1] // zeros.shape[1]
+    zeros, scales = (part.repeat_interleave(repeats, 1) for part in (zeros, scales))
+    return (values - zeros) * scales.float()
+
+
+def _pack_awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, zeros, scales = round_to_integers(weight, 4, 128)
+    tensors = {
+        "qweight": to_words(values.t(), 4, _AWQ_ORDER),
+        "qzeros": to_words(zeros.t(), 4, _AWQ_ORDER),
+        "scales": scales.t(),
+    }
+    return tensors, _stands_for(values, zeros, scales)
+
+
+def _pack_gptq(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Tensors, torch.Tensor]:
+    values, zeros, scales = round_to_integers(weight, bits, group_size)
+    tensors = {
+        "qweight": to_words(values, bits).t(),
+        "qzeros": to_words((zeros.t() - 1) & (2**bits - 1), bits),
+        "scales": scales.t(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group_size,
+    }
+    return tensors, _stands_for(values, zeros, scales)
+
+
+def _to_fp8(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight, scaled so that `largest` is the largest number of fp8; and the scales."""
+    scales = (largest / _FP8_MAX).clamp(min=1e-12)
+    return (weight.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+def _pack_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scale = _to_fp8(weight, weight.float().abs().max())
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def _pack_fp8_channel(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scales = _to_fp8(weight, weight.float().abs().amax(1, keepdim=True))
+    return {"weight": values, "weight_scale": scales}, values.float() * scales
+
+
+def _pack_fp8_block(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    largest = torch.stack(
+        [
+            torch.stack([block.abs().max() for block in part.split(_BLOCK, dim=1)])
+            for part in weight.float().split(_BLOCK)
+        ]
+    )
+    num_out, num_in = weight.shape
+    whole = largest.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[:num_out, :num_in]
+    values, scales = _to_fp8(weight, whole)
+    return {
+        "weight": values,
+        "weight_scale_inv": scales[::_BLOCK, ::_BLOCK],
+    }, values.float() * scales
+
+
+def _gptq(bits: int, group_size: int) -> Form:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False}
+    return Form(
+        config | {"desc_act": False, "checkpoint_format": "gptq", "lm_head": False},
+        "modules_to_not_convert",
+        lambda weight: _pack_gptq(weight, bits, group_size),
+    )
+
+
+_COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "dynamic": False},
+            "input_activations": {"type": "float", "num_bits": 8, "dynamic": True},
+        }
+    },
+}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FORMS = {
+    "awq": Form(
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+            "version": "gemm",
+        },
+        "modules_to_not_convert",
+        _pack_awq,
+    ),
+    "gptq": _gptq(4, 128),
+    "gptq_32": _gptq(4, 32),
+    "gptq_8bit": _gptq(8, 128),
+    "fp8": Form(_FP8, "ignored_layers", _pack_fp8),
+    "fp8_channel": Form(_COMPRESSED, "ignore", _pack_fp8_channel),
+    "fp8_block": Form(
+        _FP8 | {"weight_block_size": [_BLOCK, _BLOCK]}, "modules_to_not_convert", _pack_fp8_block
+    ),
+}
+"""By the name that a result has."""
+
+
+def write(
+    directory: Path, out: Path, form: Form, kept: str = _KEPT, *, packed: bool = True
+) -> Path:
+    """Write the model of `directory` to `out`, and return that.
+
+    Args:
+        directory: a Hugging Face directory with one file of safetensors.
+        out: made here.
+        form: how its maps are stored.
+        kept: matches the names of weights that stay as they are.
+        packed: False: store ordinary float32 numbers, those that the packed ones stand for.
+    """
+    shutil.copytree(directory, out)
+    tensors: Tensors = {}
+    names = []
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        is_map = name.endswith(".weight") and tensor.dim() == 2
+        if not is_map or re.fullmatch(kept, name) or re.fullmatch(_KEPT, name):
+            tensors[name] = tensor
+            if is_map:
+                names.append(name.removesuffix(".weight"))
+            continue
+        parts, stands_for = form.pack(tensor)
+        if packed:
+            for end, part in parts.items():
+                tensors[f"{name.removesuffix('weight')}{end}"] = part.contiguous()
+        else:
+            tensors[name] = stands_for
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    if packed:
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"] = form.config | {form.kept_key: names}
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return out
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("form", choices=FORMS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "--keep", default=_KEPT, metavar="PATTERN", help="weights that stay as they are"
+    )
+    given = parser.parse_args()
+    write(given.model, given.out, FORMS[given.form], given.keep)
+
+
+if __name__ == "__main__":
+    _main()
