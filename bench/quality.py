@@ -1,6 +1,7 @@
 """Measures what number formats cost the model that Quire ships: perplexity on text held out.
 
     python bench/quality.py
+    python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
 
 The text is what `models/train.py` kept from the model: modules of the Python standard library, one
 file in sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores
@@ -15,9 +16,11 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from quantize import FORMS, write
 from tokenizers import Tokenizer
 
 from gpu_worker.loading import load
@@ -38,6 +41,8 @@ _VARIANTS: dict[str, dict[str, str]] = {
     "weights_int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 """Flags of a worker, by what the result is called: ppl_*."""
+_CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
+"""By what follows the form's name; in float32 a checkpoint is exactly what its bits say."""
 _BASELINE = "bf16"
 _QUICK_TOKENS = 6_000
 _ATTACHMENT = 0
@@ -63,9 +68,11 @@ def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
             yield prompt
 
 
-async def perplexity(flags: dict[str, str], budget: float) -> tuple[float, int]:
+async def perplexity(
+    flags: dict[str, str], budget: float, model: Path = _MODEL
+) -> tuple[float, int]:
     """The perplexity of the text at a worker with these flags, and how many tokens it scored."""
-    settings = WorkerSettings(model=_MODEL, device="cpu", kv_cache_memory_gb=0.1, **flags)
+    settings = WorkerSettings(model=model, device="cpu", kv_cache_memory_gb=0.1, **flags)
     loop = asyncio.get_running_loop()
     info, steps = await asyncio.to_thread(load, settings, lambda *_: None, loop)
     try:
@@ -115,17 +122,23 @@ async def _score(
     return scores, step_id + 1
 
 
-async def measure(budget: float) -> dict[str, float]:
-    """Measure, print, and give the numbers by name."""
+async def measure(budget: float, checkpoints: Path | None = None) -> dict[str, float]:
+    """Measure, print, and give the numbers by name; `checkpoints` is where to write some."""
     found: dict[str, float] = {}
     num_tokens = 0
     for name, flags in _VARIANTS.items():
         found[name], num_tokens = await perplexity(flags, budget)
+    for name, form in FORMS.items():
+        if checkpoints is None:
+            break
+        model = write(_MODEL, checkpoints / name, form)
+        for suffix, dtype in _CHECKPOINT_DTYPES.items():
+            found[name + suffix], _ = await perplexity({"dtype": dtype}, budget, model)
     print(
         f"perplexity of {num_tokens} held-out tokens; {sys.version.split()[0]}, {torch.__version__}"
     )
     for name, value in found.items():
-        print(f"{name:>14} {value:9.4f}   {value / found[_BASELINE]:.4f} of {_BASELINE}")
+        print(f"{name:>16} {value:9.4f}   {value / found[_BASELINE]:.4f} of {_BASELINE}")
     return {f"ppl_{name}": round(value, 5) for name, value in found.items()} | {
         "num_tokens": num_tokens
     }
@@ -136,10 +149,16 @@ def _main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a small part of the text")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="also as checkpoints of other programs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     given = parser.parse_args()
     logs.configure("warning", "console", "quality")
-    metrics = asyncio.run(measure(_QUICK_TOKENS if given.quick else math.inf))
+    budget = _QUICK_TOKENS if given.quick else math.inf
+    with TemporaryDirectory() as directory:
+        checkpoints = Path(directory) if given.checkpoints else None
+        metrics = asyncio.run(measure(budget, checkpoints))
     if given.json is not None:
         given.json.write_text(json.dumps(metrics, indent=2) + "\n")
 

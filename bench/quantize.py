@@ -188,7 +188,7 @@ def write(
         kept: matches the names of weights that stay as they are.
         packed: False: store ordinary float32 numbers, those that the packed ones stand for.
     """
-    shutil.copytree(directory, out)
+    shutil.copytree(directory, out, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors: Tensors = {}
     names = []
     for name, tensor in load_file(directory / "model.safetensors").items():

@@ -94,9 +94,14 @@ class PackedMaps:
 
     def log(self) -> None:
         """Say what became of the maps, and what those cost that are dequantized."""
+        match self._stored:
+            case IntegerFormat(packing=packing, bits=bits):
+                kind = f"{packing.value}, {bits} bits"
+            case Fp8Format():
+                kind = "fp8"
         _log.info(
             "quantized checkpoint",
-            format=str(self._stored),
+            kind=kind,
             packed_weights=self._num_packed,
             dequantized_weights=self._num_dequantized,
             dequantized_gib=round(self._num_dequantized * self._dtype.itemsize / _GIB, 3),

@@ -22,6 +22,7 @@ from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks, find_store, open_store
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Limits, NewRow, StepInput
+from rpc import logs
 
 ADDRESS = "127.0.0.1"
 NUM_TOKENS = 64
@@ -134,6 +135,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
 
 
 def main() -> None:
+    logs.configure("warning", "console", "rank")  # standard output is for the results
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     store = find_store(ADDRESS, port)
     results = []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.quantize import FORMS, write
 from gpu_worker.parallel.place import Place
 from tests.models_fixture import ModelDirs
 from tests.unit.gpu_worker.parallel.ranks import Case, run, run_ranks
@@ -25,9 +26,11 @@ SHARED_OUT = [
 def results(tmp_path_factory):
     """By variant and sizes: what one process samples, and each of two."""
     dirs = ModelDirs(tmp_path_factory.mktemp("models"))
-    keys = [*SHARED_OUT, ("int8", TENSOR)]
+    keys = [*SHARED_OUT, ("int8", TENSOR), ("gptq", TENSOR)]
     cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
     cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
+    directory = dirs.get("llama", num_hidden_layers=1, intermediate_size=96)
+    cases.append(Case(str(write(directory, directory / "packed", FORMS["gptq_32"])), *TENSOR))
     rank_0, rank_1 = run_ranks(cases, 2)
     alone = {case: run(case, Place(), None) for case in {case.alone for case in cases}}
     expected = [alone[case.alone] for case in cases]
@@ -75,6 +78,13 @@ def test_quantized_weights_are_shared_out(results):
     """Rounded by shares, so not bit for bit."""
     alone, rank_0, _ = results["int8", TENSOR]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
+
+
+def test_a_quantized_checkpoint_is_shared_out(results):
+    """Its groups of 32 are cut in two by one of its maps, which is dequantized, not by others."""
+    alone, rank_0, rank_1 = results["gptq", TENSOR]
+    assert rank_0["tokens"] == rank_1["tokens"] == alone["tokens"]
+    assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)
 
 
 @pytest.mark.slow  # four processes
