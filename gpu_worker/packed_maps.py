@@ -94,14 +94,9 @@ class PackedMaps:
 
     def log(self) -> None:
         """Say what became of the maps, and what those cost that are dequantized."""
-        match self._stored:
-            case IntegerFormat(packing=packing, bits=bits):
-                kind = f"{packing.value}, {bits} bits"
-            case Fp8Format():
-                kind = "fp8"
         _log.info(
             "quantized checkpoint",
-            kind=kind,
+            kind=self._stored.title,
             packed_weights=self._num_packed,
             dequantized_weights=self._num_dequantized,
             dequantized_gib=round(self._num_dequantized * self._dtype.itemsize / _GIB, 3),

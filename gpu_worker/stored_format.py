@@ -36,6 +36,11 @@ class IntegerFormat:
     zero_shift: int
     """What the stored zero points lack: 1 of GPTQ's first format, else 0."""
 
+    @property
+    def title(self) -> str:
+        """What a line of the log calls it."""
+        return f"{self.packing.value}, {self.bits} bits"
+
 
 class ScaleShape(Enum):
     """What shares a scale."""
@@ -54,6 +59,11 @@ class Fp8Format:
     """Or how many outputs and inputs a block has that shares one."""
     scale_name: str
     """Follows the map's name and a dot."""
+
+    @property
+    def title(self) -> str:
+        """What a line of the log calls it."""
+        return "fp8"
 
 
 StoredFormat: TypeAlias = IntegerFormat | Fp8Format
