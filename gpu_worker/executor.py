@@ -7,6 +7,7 @@ a launched step is done. One thread calls everything here.
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,9 +18,10 @@ from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.drafter import Drafter
+from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
-from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.input_batch import build_input_batch
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
@@ -132,6 +134,17 @@ class Executor:
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
         )
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Let steps of decodes alone replay graphs from now on; called before the first step.
+
+        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
+        """
+        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs.capture(backend, report)
+        self._graphs = graphs
 
     @property
     def max_in_flight(self) -> int:
@@ -216,24 +229,13 @@ class Executor:
                 self._pool.copy(src, dst)
         readback = prompt_scores = None
         if len(scheduled.rows):
-            with timeline.span("gather the inputs"):
-                batch = build_input_batch(
-                    self.rows,
-                    scheduled,
-                    self._last_token_ids,
-                    self._limits.block_size,
-                    is_all_known=self._speculation is not None,
-                )
-            with timeline.span("forward"):
-                hidden = self._model.forward(
-                    batch.token_ids, batch.positions, self._pool, batch.metadata
-                )
-            if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
-                prompt_scores = score_prompts(
-                    hidden, self.rows, scheduled, self._sampler.table, self._model.logits
-                )
+            if self._graphs is not None and self._graphs.takes(scheduled):
+                with timeline.span("replay"):
+                    hidden, sampling_rows = self._graphs.replay(self.rows, scheduled)
+            else:
+                hidden, sampling_rows, prompt_scores = self._forward(scheduled)
             if len(scheduled.sampling):
-                readback = Readback(self._sample(hidden, batch, scheduled))
+                readback = Readback(self._sample(hidden, sampling_rows, scheduled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
         disk_pool = None
         if self._disk_pool is not None and not len(scheduled.rows):
@@ -334,10 +336,35 @@ class Executor:
         for new in step.new_rows:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
-    def _sample(self, hidden: torch.Tensor, batch: InputBatch, scheduled: ScheduledRows) -> Sampled:
-        """Draw a token for each row that samples; the next step finds it on the device."""
+    def _forward(
+        self, scheduled: ScheduledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
+        with timeline.span("gather the inputs"):
+            batch = build_input_batch(
+                self.rows,
+                scheduled,
+                self._last_token_ids,
+                self._limits.block_size,
+                is_all_known=self._speculation is not None,
+            )
+        with timeline.span("forward"):
+            hidden = self._model.forward(
+                batch.token_ids, batch.positions, self._pool, batch.metadata
+            )
+        prompt_scores = None
+        if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
+            prompt_scores = score_prompts(
+                hidden, self.rows, scheduled, self._sampler.table, self._model.logits
+            )
         if batch.logits_indices is not None:
             hidden = hidden.index_select(0, batch.logits_indices)
+        return hidden, batch.sampling_rows, prompt_scores
+
+    def _sample(
+        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
+    ) -> Sampled:
+        """Draw a token for each row that samples; the next step finds it on the device."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
         num_outputs = positions - self.rows.num_prompt[rows]
         with timeline.span("logits"):
@@ -345,7 +372,7 @@ class Executor:
         with timeline.span("sample"):
             sampled = self._sampler.sample(logits, rows, positions, num_outputs)
         if self._speculation is None:
-            self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
+            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
         return sampled
 
 

@@ -91,6 +91,10 @@ class WorkerSettings(ProcessSettings):
     """Fewest last tokens that must have occurred before for a guess by ngram."""
     ngram_max: PositiveInt = 4
     """Most last tokens that are looked for; the longest that are found count."""
+    enforce_eager: bool = False
+    """Whether a GPU's decode steps run without CUDA graphs, which are captured at the start by
+    batch size: slower where a model is small, but the start is shorter. A model that cannot be
+    captured, is on several devices or guesses (--speculative) runs without in any case."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one for each
     physical core this process may use."""
