@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
+from gpu_worker.busy_clock import BusyClock
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.drafter import Drafter
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
@@ -135,6 +137,7 @@ class Executor:
         )
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
+        self._busy = BusyClock(device)
 
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
@@ -220,6 +223,7 @@ class Executor:
             with timeline.span("draft"):
                 scheduled = self._speculation.extend(step, scheduled)
         self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
+        self._busy.begin()
         with timeline.span("move blocks"):
             failed_swap_ins = self._swap(step)
             self.labels.fail_swap_ins(step, failed_swap_ins)
@@ -237,6 +241,7 @@ class Executor:
             if len(scheduled.sampling):
                 readback = Readback(self._sample(hidden, sampling_rows, scheduled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
+        self._busy.end()
         disk_pool = None
         if self._disk_pool is not None and not len(scheduled.rows):
             disk_pool = self._disk_pool
@@ -248,6 +253,7 @@ class Executor:
         """Wait for a launched step and say what it produced; in the order of launching."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
+        metrics.DEVICE_BUSY_SECONDS.inc(self._busy.take_s())
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
         # On CUDA a row's end may have become known after this step was launched.

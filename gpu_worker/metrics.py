@@ -7,6 +7,10 @@ STEP_SECONDS = Histogram(
     "Time from taking a step up to having its result.",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
 )
+DEVICE_BUSY_SECONDS = Counter(
+    "quire_worker_device_busy_seconds",
+    "Time that the device worked on steps, by its own clock; the rest of the wall clock it idled.",
+)
 COMPUTED_TOKENS = Counter("quire_worker_computed_tokens", "Tokens that went through the model.")
 SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and reported.")
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")

@@ -83,7 +83,12 @@ def load_part(
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     quantization = Quantization(settings.quantization) if settings.quantization else None
-    source = open_model(settings.model, settings.model_class, quantization, place)
+    is_dummy = settings.load_format == "dummy"
+    if is_dummy:
+        _log.warning("load-format is dummy: weights are random, and what the model says nonsense")
+    source = open_model(
+        settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
+    )
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)

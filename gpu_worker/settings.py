@@ -37,6 +37,9 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, where the device is fast
     in it, else float32."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: weights are drawn at random on the device and no file of them is read, to measure
+    speed; the model then talks nonsense. auto: they are read."""
     quantization: Literal["int8", "int4"] | None = None
     """Integers that weights of linear maps are rounded to when they are read, for less memory and
     faster decoding; on a CPU, and for implementations of our own or of yours. int8: a scale for
