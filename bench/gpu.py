@@ -91,7 +91,7 @@ def whole(bandwidth: float) -> tuple[Part, ...]:
     """What runs on a GPU, what matters most first; `bandwidth` is measured in bytes per second."""
     return (
         Part("kernels", (_kernel_bench("--out", "{out}/kernels.json"),), 150),
-        *(_serve(shape, bandwidth, 85) for shape in ("1B", "8B")),
+        *(_serve(shape, bandwidth, 100) for shape in ("1B", "8B")),
         Part("swap", (_script("gpu_swap.py", "--json", "{out}/numbers.json"),), 45),
         Part(
             "transformers 1B",

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -69,8 +70,11 @@ class DecodeWindow:
         return {"at_s": asyncio.get_running_loop().time(), **found}
 
 
-async def measure(given: argparse.Namespace) -> dict[str, float]:
-    """Start, measure and stop everything; names to numbers."""
+async def measure(given: argparse.Namespace) -> None:
+    """Start, measure and stop everything, and write names with their numbers."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     shape: Shape = SHAPES[given.shape]
     worker_port = ports.prefer(_HOST, 0, ())
     flags = (
@@ -80,6 +84,10 @@ async def measure(given: argparse.Namespace) -> dict[str, float]:
         *("--host-kv-memory-gb", "0", "--max-model-len", str(min(shape.context, 4096))),
     )
     numbers: dict[str, float] = {}
+
+    def save() -> None:  # what is known counts, should the rest take too long
+        given.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as temporary:
         model = Path(temporary) / given.shape
         write_model(model, shape)
@@ -101,9 +109,11 @@ async def measure(given: argparse.Namespace) -> dict[str, float]:
                 numbers |= _numbers(loads[-1], idle)
                 if concurrency == 1 and given.bandwidth:
                     numbers["bandwidth_share_c1"] = _bandwidth_share(shape, loads[-1], given)
+                save()
             print(format_table(loads), flush=True)
             for concurrency in given.split_concurrency:
-                workload = Workload(name, 2 * concurrency, given.input_len, given.output_len // 2)
+                num_prompts = max(2, concurrency)
+                workload = Workload(name, num_prompts, given.input_len, given.output_len // 2)
                 tax = await measure_split(
                     started, one, workload, concurrency, given.split_rounds, lambda _: None
                 )
@@ -112,7 +122,7 @@ async def measure(given: argparse.Namespace) -> dict[str, float]:
                 numbers[f"one_process_tok_s_c{concurrency}"] = tax.metrics()[
                     "split_one_process_tok_s"
                 ]
-    return numbers
+                save()
 
 
 def _numbers(load: LoadResult, idle_share: float | None) -> dict[str, float]:
@@ -144,7 +154,7 @@ def _parse() -> argparse.Namespace:
     add("--device", default="cuda")
     add("--concurrency", default="1,32,256")
     add("--split-concurrency", default="1,256")
-    add("--split-rounds", type=int, default=3)
+    add("--split-rounds", type=int, default=2)
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=256)
     add("--kv-cache-memory-gb", type=float, default=12.0)
@@ -158,10 +168,11 @@ def _parse() -> argparse.Namespace:
 def _main() -> None:
     given = _parse()
     try:
-        numbers = uvloop.run(measure(given))
+        uvloop.run(measure(given))
     except (RuntimeError, aiohttp.ClientError) as error:
         sys.exit(f"gpu_serve.py: {error}")
-    given.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    except (KeyboardInterrupt, asyncio.CancelledError):  # what was started has ended
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class BusyClock:
         """Seconds of the spans that have ended by now and were not taken before."""
         while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
             begun, ended = self._spans.popleft()
-            self._busy_s += begun.elapsed_time(ended) / 1e3  # type: ignore[no-untyped-call]
+            self._busy_s += begun.elapsed_time(ended) / 1e3
         taken, self._busy_s = self._busy_s, 0.0
         return taken
 
