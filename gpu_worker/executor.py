@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 import torch
 
 from gpu_worker import metrics
@@ -40,9 +41,12 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
+from gpu_worker.step_parts import TokenLimit, halves, merged
 from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.upload import upload
 from rpc import timeline
+
+_log = structlog.get_logger()
 
 
 class Decoder(Protocol):
@@ -76,8 +80,8 @@ class LaunchedStep:
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
-    prompt_scores: PromptScores | None
-    """None if no prompt is scored."""
+    prompt_scores: tuple[PromptScores, ...]
+    """Empty if no prompt is scored."""
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
@@ -93,8 +97,9 @@ class LaunchedStep:
         if self.disk_pool is not None:
             is_waiting = self.disk_pool.is_busy(self.step_id)
             return not is_waiting or self.disk_pool.has_news(self.step_id)
-        on_their_way = (self.readback, self.prompt_scores)
-        return all(part is None or part.is_done() for part in on_their_way)
+        if self.readback is not None and not self.readback.is_done():
+            return False
+        return all(scores.is_done() for scores in self.prompt_scores)
 
 
 class Executor:
@@ -138,6 +143,7 @@ class Executor:
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
         self._busy = BusyClock(device)
+        self._token_limit = TokenLimit()
 
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
@@ -231,15 +237,13 @@ class Executor:
                 blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
                 src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
                 self._pool.copy(src, dst)
-        readback = prompt_scores = None
+        readback: Readback | None = None
+        prompt_scores: tuple[PromptScores, ...] = ()
         if len(scheduled.rows):
-            if self._graphs is not None and self._graphs.takes(scheduled):
-                with timeline.span("replay"):
-                    hidden, sampling_rows = self._graphs.replay(self.rows, scheduled)
-            else:
-                hidden, sampling_rows, prompt_scores = self._forward(scheduled)
-            if len(scheduled.sampling):
-                readback = Readback(self._sample(hidden, sampling_rows, scheduled))
+            sampled, prompt_scores = self._compute(scheduled)
+            self._token_limit.note_step()
+            if sampled:
+                readback = Readback(merged(sampled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
         self._busy.end()
         disk_pool = None
@@ -294,7 +298,9 @@ class Executor:
             loaded_host_block_ids=disk.loaded,
             failed_host_block_ids=disk.failed_loads,
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
-            prompt_logprobs=() if launched.prompt_scores is None else launched.prompt_scores.wait(),
+            prompt_logprobs=tuple(
+                logprobs for scores in launched.prompt_scores for logprobs in scores.wait()
+            ),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,
         )
@@ -341,6 +347,51 @@ class Executor:
             self._spans.opened(step.new_rows, time.time())
         for new in step.new_rows:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+
+    def _compute(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """Compute and sample; in parts, one after another, if the device has no memory for all."""
+        is_replayed = self._graphs is not None and self._graphs.takes(scheduled)
+        if is_replayed or self._token_limit.allows(scheduled.num_tokens):
+            try:
+                return self._compute_at_once(scheduled)
+            except torch.OutOfMemoryError as error:
+                # Ranks meet in a step: they would have to cut it alike.
+                if self._ranks is not None or halves(scheduled) is None:
+                    raise
+                _log.warning(
+                    "no memory for a step: computing it in parts",
+                    num_tokens=scheduled.num_tokens,
+                    error=str(error),
+                )
+            metrics.OUT_OF_MEMORY.inc()
+            self._token_limit.shrink(scheduled.num_tokens)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if (parts := halves(scheduled)) is None:
+            return self._compute_at_once(scheduled)
+        sampled: list[Sampled] = []
+        scores: list[PromptScores] = []
+        for part in parts:
+            part_sampled, part_scores = self._compute(part)
+            sampled += part_sampled
+            scores += part_scores
+        return tuple(sampled), tuple(scores)
+
+    def _compute_at_once(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        prompt_scores = None
+        if self._graphs is not None and self._graphs.takes(scheduled):
+            with timeline.span("replay"):
+                hidden, sampling_rows = self._graphs.replay(self.rows, scheduled)
+        else:
+            hidden, sampling_rows, prompt_scores = self._forward(scheduled)
+        scores = () if prompt_scores is None else (prompt_scores,)
+        if not len(scheduled.sampling):
+            return (), scores
+        return (self._sample(hidden, sampling_rows, scheduled),), scores
 
     def _forward(
         self, scheduled: ScheduledRows

@@ -11,6 +11,10 @@ DEVICE_BUSY_SECONDS = Counter(
     "quire_worker_device_busy_seconds",
     "Time that the device worked on steps, by its own clock; the rest of the wall clock it idled.",
 )
+OUT_OF_MEMORY = Counter(
+    "quire_worker_out_of_memory",
+    "Steps, or parts of them, that the device had no memory for, and that were computed in parts.",
+)
 COMPUTED_TOKENS = Counter("quire_worker_computed_tokens", "Tokens that went through the model.")
 SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and reported.")
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")
