@@ -8,6 +8,7 @@ import torch
 
 from gpu_worker.executor import Decoder, Executor
 from gpu_worker.graphs import DecodeGraphs
+from gpu_worker.host_pool import STAGING_BYTES
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes
 from gpu_worker.kv_pool import KvPool
@@ -89,7 +90,7 @@ def free_gpu_kv_bytes(
     free, total = torch.cuda.mem_get_info(device)
     # What is neither free nor torch's is the driver's, the libraries' and other processes'.
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - others - profiled
+    return int(total * utilization) - others - profiled - STAGING_BYTES
 
 
 def _run_largest_step(
