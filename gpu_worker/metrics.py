@@ -31,6 +31,19 @@ SPEC_DECODE_ACCEPTED_TOKENS = Counter(
     "quire_worker_spec_decode_num_accepted_tokens",
     "Guessed tokens that were right; divided by all guessed ones it is the acceptance rate.",
 )
+DEVICE_MEMORY_BYTES = Gauge(
+    "quire_worker_device_memory_bytes",
+    "A GPU's memory: total and free by its driver, reserved and allocated by torch's allocator.",
+    ["kind"],
+)
+DEVICE_MEMORY_FRAGMENTATION = Gauge(
+    "quire_worker_device_memory_fragmentation",
+    "Share of what torch's allocator has reserved that is free between tensors.",
+)
+DEVICE_MEMORY_LEVEL = Gauge(
+    "quire_worker_device_memory_level",
+    "0: enough; 1: less than 3 % of a GPU's memory can still be had; 2: less than 1 %.",
+)
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",
     "Blocks stored on, or loaded from, the disk.",
