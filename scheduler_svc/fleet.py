@@ -65,6 +65,7 @@ class Fleet:
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
+        self._is_reunion = True
         self._awaited: set[Engine] = set()
         """Those that have not been attached since the start, and are waited for."""
         self._is_draining = False
@@ -197,30 +198,28 @@ class Fleet:
 
     # --- life -----------------------------------------------------------------------------------
 
-    async def run(self, engines: Sequence[Engine]) -> None:
-        """Run the engines, which have this fleet as owner, until cancelled.
-
-        Raises:
-            StaleEpochError: A newer scheduler has taken over.
-            BrokenInvariantError: An engine has a bug.
-        """
-        self._engines = tuple(engines)
-        self._awaited = {*engines}
+    def begin(self) -> None:
+        """Wait a moment for the workers that are added first: some may have KV of before."""
         asyncio.get_running_loop().call_later(_REUNION_S, self._await_no_more)
         self._show_health()
-        tasks = [asyncio.create_task(engine.run(), name=engine.target) for engine in engines]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            self._has_failed = True
-            failed = done.pop()
-            log.critical(
-                "an engine has failed", worker=failed.get_name(), exc_info=failed.exception()
-            )
-            await failed
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add(self, engine: Engine) -> None:
+        """Take on an engine that is about to run, with this fleet as owner."""
+        self._engines = (*self._engines, engine)
+        if self._is_reunion:
+            self._awaited.add(engine)
+        self._show_health()
+
+    def remove(self, engine: Engine) -> None:
+        """Let go of an engine that has no session and will not run any more."""
+        self._engines = tuple(each for each in self._engines if each is not engine)
+        self._awaited.discard(engine)
+        self._show_health()
+        self._place_held()  # what was held for this one alone
+
+    def note_failure(self) -> None:
+        """Learn that an engine has failed, whose session answers no step any more."""
+        self._has_failed = True
 
     async def drain(self) -> None:
         """Let the steps in flight be answered, plan no more, and end the routers' streams.
@@ -261,6 +260,7 @@ class Fleet:
 
     def _await_no_more(self) -> None:
         """Place what was held for workers that do not come."""
+        self._is_reunion = False
         self._awaited.clear()
         self._place_held()
 
@@ -358,4 +358,6 @@ class Fleet:
         if len(missing) < len(self._engines):
             self._health.set_ready()
         else:
-            self._health.set_not_ready(f"no worker is attached: {', '.join(missing)}")
+            self._health.set_not_ready(
+                f"no worker is attached: {', '.join(missing) or 'none is found'}"
+            )

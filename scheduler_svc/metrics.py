@@ -96,6 +96,17 @@ class SchedulerMetrics:
             refused_late=self._deadline_drops.labels(worker, "refused"),
         )
 
+    def forget(self, worker: str) -> None:
+        """Export nothing of a worker any more: those of a cluster never have the same address."""
+        for histogram in (
+            self._schedule,
+            self._update,
+            self._step_rpc,
+            self._step_execute,
+            self._queue_time,
+        ):
+            histogram.remove(worker)
+
 
 class LoadCollector(Collector):
     """Reads the loads of the attached workers at each scrape."""
