@@ -72,7 +72,7 @@ async def run_worker(
             health=health,
             services=[service.service()],
             on_started=start,
-            on_drain=service.drain,
+            on_drain=lambda: service.drain(settings.drain_s / 2),
             stop=stop,
         )
     finally:

@@ -343,12 +343,30 @@ class Inference:
             self._drained.set()
 
     async def drain(self) -> None:
-        """Takes no more requests; returns when the live ones have been read to their end."""
+        """Takes no more requests; returns when the live ones have been read to their end.
+
+        When it is cancelled before that, those that can be resumed are handed over: they run on,
+        and their clients are told to go on at another router.
+        """
         self._draining = True
         self._scheduler.drain()
-        if self._spans:
-            await self._drained.wait()
-            await asyncio.sleep(_LAST_BYTES_S)
+        try:
+            if self._spans:
+                await self._drained.wait()
+                await asyncio.sleep(_LAST_BYTES_S)
+        except asyncio.CancelledError:
+            self._hand_over()
+            raise
+
+    def _hand_over(self) -> None:
+        for live in tuple(self._lives.values()):
+            if live.record.resume_record is not None:
+                self._scheduler.leave(live)
+                live.take_away(
+                    UnavailableError(
+                        f"the router ends; request {live.request_id!r} goes on, and can be resumed"
+                    )
+                )
 
     def close(self) -> None:
         """Ends the threads."""

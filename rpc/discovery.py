@@ -40,7 +40,7 @@ def check_targets(targets: Sequence[str]) -> None:
         ValueError: It is empty, names one twice, or has a name for DNS without host or port.
     """
     if not targets:
-        raise ValueError("is empty; it must name one or more")
+        raise ValueError("names none; at least one is needed")
     if twice := {target for target in targets if targets.count(target) > 1}:
         raise ValueError(f"names {', '.join(sorted(twice))} twice")
     for target in targets:

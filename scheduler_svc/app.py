@@ -15,6 +15,7 @@ from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.drainer import Drainer
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.kept_requests import KeptRequests
@@ -129,6 +130,7 @@ async def _run_scheduler(
         run(servicer.give_up_kept(), "kept requests")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             run(migrator.rebalance(), "rebalancing")
+        run(Drainer(fleet, migrator).run(), "draining workers")
         if on_started is not None:
             await on_started(addresses)
 

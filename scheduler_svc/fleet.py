@@ -68,6 +68,7 @@ class Fleet:
         self._is_reunion = True
         self._awaited: set[Engine] = set()
         """Those that have not been attached since the start, and are waited for."""
+        self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
 
@@ -271,6 +272,14 @@ class Fleet:
             except QuireError as error:
                 self._streams.refuse(command.request, error)
 
+    def draining(self, engine: Engine) -> None:
+        """Place nothing more there, and have somebody empty it: see `next_draining`."""
+        self._draining_engines.put_nowait(engine)
+
+    async def next_draining(self) -> Engine:
+        """Wait for a worker that is about to end, each once."""
+        return await self._draining_engines.get()
+
     def unavailable(self, engine: Engine) -> None:  # noqa: ARG002
         """Say what is missing."""
         self._show_health()
@@ -299,7 +308,7 @@ class Fleet:
             return  # its router submits it to the next scheduler
         can_refuse = not command.was_accepted
         n = num_live_seqs(command.request)
-        sessions = self._sessions()
+        sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             if can_refuse and self._held.num_seqs + n > self._max_waiting:
                 raise self._too_busy(self._held.num_seqs, n)

@@ -77,6 +77,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.pause_at = None  # so many answers
         self.has_paused = asyncio.Event()
         self.hold_results_for_batches = 0
+        self.is_leaving = asyncio.Event()
+        self.was_left = asyncio.Event()  # a stream has ended
         self.wrong_results = None
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
@@ -136,6 +138,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         ]
         await context.write(worker_pb2.ReadHoldingsResponse(rows=rows))
 
+    async def AwaitDrain(self, request, context):  # noqa: ARG002, N802
+        await self.is_leaving.wait()
+        return worker_pb2.AwaitDrainResponse()
+
     async def Execute(self, batches, context):  # noqa: N802
         queue = asyncio.Queue()
         reader = asyncio.create_task(self._read(batches, queue))
@@ -152,6 +158,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.pause()
                     self.has_paused.set()
         finally:
+            self.was_left.set()
             reader.cancel()
 
     async def _read(self, batches, queue):
