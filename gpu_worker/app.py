@@ -72,6 +72,7 @@ async def run_worker(
             health=health,
             services=[service.service()],
             on_started=start,
+            num_live=lambda: service.num_live_seqs,
             on_drain=lambda: service.drain(settings.drain_s / 2),
             stop=stop,
         )

@@ -107,6 +107,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """The model is there: serve it."""
         self._info, self._steps = info, steps
 
+    @property
+    def num_live_seqs(self) -> int:
+        """Rows that hold a sequence, while a scheduler is there."""
+        return self._steps.num_rows_used if self._steps is not None and self._executions else 0
+
     async def drain(self, hand_over_s: float) -> None:
         """Refuse new steps, and wait until each stream has ended after the results it owes.
 

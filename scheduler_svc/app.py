@@ -19,7 +19,7 @@ from scheduler_svc.drainer import Drainer
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.kept_requests import KeptRequests
-from scheduler_svc.membership import Membership
+from scheduler_svc.membership import keep_engines
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
@@ -110,7 +110,6 @@ async def _run_scheduler(
             max_decode_slowdown=settings.max_decode_slowdown,
         )
 
-    members = Membership(workers, fleet, make_engine=make_engine, forget=metrics.forget)
     registry.register(LoadCollector(fleet.loads))
     registry.register(SpaceCollector(fleet.spaces))
     registry.register(QueueCollector(fleet.queued_by_tenant, fleet.oldest_step_ages_s))
@@ -126,7 +125,8 @@ async def _run_scheduler(
 
     async def start(addresses: Addresses) -> None:
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
-        run(members.run(), "engines")
+        engines = keep_engines(workers, fleet, make_engine=make_engine, forget=metrics.forget)
+        run(engines, "engines")
         run(servicer.give_up_kept(), "kept requests")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             run(migrator.rebalance(), "rebalancing")
@@ -141,6 +141,7 @@ async def _run_scheduler(
             services=[scheduler_service(servicer)],
             on_started=start,
             on_drain=fleet.drain,
+            num_live=lambda: fleet.num_live_seqs,
             stop=stop,
         )
     finally:

@@ -188,6 +188,12 @@ class Fleet:
         """Sequences that wait for a worker to be attached."""
         return self._held.num_seqs
 
+    @property
+    def num_live_seqs(self) -> int:
+        """Sequences that run or wait, at a worker or for one."""
+        loads = [load for load in self.loads().values() if load is not None]
+        return self._held.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
+
     def describe_stall(self) -> str | None:
         """Say which step takes longer than any may; None: all is well."""
         for engine in self._engines:

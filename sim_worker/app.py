@@ -72,6 +72,7 @@ async def run_sim_workers(
             services=[workers[first.worker_id].service()],
             on_started=start,
             on_drain=drain,
+            num_live=lambda: sum(worker.num_live_seqs for worker in workers.values()),
             stop=stop,
         )
     finally:
