@@ -103,9 +103,12 @@ class SchedulerMetrics:
             self._update,
             self._step_rpc,
             self._step_execute,
+            self._step_tokens,
             self._queue_time,
         ):
             histogram.remove(worker)
+        for where in ("waiting", "refused"):
+            self._deadline_drops.remove(worker, where)
 
 
 class LoadCollector(Collector):
