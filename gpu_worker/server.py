@@ -35,6 +35,7 @@ from rpc.errors import (
     UnimplementedError,
 )
 from rpc.grpc_server import Service
+from rpc.silence import LOST_AFTER_S
 from rpc.tls import ClientTls
 
 _log = structlog.get_logger()
@@ -102,6 +103,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._num_told = 0
         """Calls that wait to hear that."""
         self._is_draining = False
+        self._heard_s = 0.0
+        """When the scheduler was heard of last, by the event loop's clock."""
 
     def open(self, info: WorkerInfo, steps: Steps) -> None:
         """The model is there: serve it."""
@@ -210,17 +213,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DescribeDeviceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.DescribeDeviceResponse:
-        """Describe the device and what it holds."""
-        del request, context
-        info, steps = self._loaded()
+        """Describe the device and what it holds; to its scheduler also while it drains."""
+        del context
+        if self._info is None or self._steps is None:
+            raise _still_loading()
+        now_s = asyncio.get_running_loop().time()
         attachment = self._attachment or _Attachment(number=0, epoch=0)
+        if request.epoch and request.epoch == attachment.epoch:
+            self._heard_s = now_s
         state = WorkerState(
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
-            num_rows_used=steps.num_rows_used,
-            has_scheduler=bool(self._executions),
+            num_rows_used=self._steps.num_rows_used,
+            has_scheduler=bool(self._executions) and now_s - self._heard_s < LOST_AFTER_S,
         )
-        return worker_state_to_proto(info, state)
+        return worker_state_to_proto(self._info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -308,6 +315,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
+        self._heard_s = asyncio.get_running_loop().time()
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
@@ -337,7 +345,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._is_draining:
             raise UnavailableError("the worker is draining")
         if self._info is None or self._steps is None:
-            raise UnavailableError("the model is still being loaded")
+            raise _still_loading()
         return self._info, self._steps
 
 
@@ -346,6 +354,10 @@ def _require_whole_blocks(info: WorkerInfo) -> None:
         raise UnimplementedError(
             f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
         )
+
+
+def _still_loading() -> QuireError:
+    return UnavailableError("the model is still being loaded")
 
 
 def _superseded(attachment: _Attachment | None, newest: int) -> QuireError:

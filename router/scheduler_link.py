@@ -35,6 +35,7 @@ from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
+from rpc.silence import LOST_AFTER_S, TICK_S, Silence
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
 
@@ -71,7 +72,7 @@ class LinkOwner(Protocol):
         """Learns that the link has a scheduler, which knows what is live on it."""
 
     def changed(self, link: "SchedulerLink") -> None:
-        """Learns that the link has no scheduler, or still none, and why."""
+        """Learns that the link has no scheduler, or still none, and why; or whether it hangs."""
 
 
 class SchedulerLink:
@@ -90,6 +91,8 @@ class SchedulerLink:
         """What is missing, while there is no scheduler."""
         self.is_starting = True
         """Whether that is no more than a beginning."""
+        self.hang: str | None = None
+        """How the scheduler that is connected hangs; None: it does not."""
         self.table = LiveTable()
         """The sequences that the scheduler works on, or will as soon as there is one."""
         self._config = config
@@ -198,30 +201,35 @@ class SchedulerLink:
     async def _keep_stream(self) -> None:
         backoff_s = _MIN_BACKOFF_S
         config = self._config
-        async with open_channel(self.target, config.max_message_mb, config.tls) as channel:
-            self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
-            while True:
-                try:
-                    await self._converse(self._stub)
-                    reason = "the scheduler ended the stream"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {explain(error.details() or '')}"
-                    if self._misfit is not None:  # that scheduler is gone: so is what it said
-                        self._misfit = None
-                        self._wait(f"waiting for the scheduler at {self.target}")
-                except MisfitError as error:
-                    reason = str(error)
-                except QuireError as error:
-                    reason = f"the scheduler does not keep to the contract: {error}"
-                if self._outbox is not None:  # there was a scheduler: the next may be soon
-                    backoff_s = _MIN_BACKOFF_S
-                self._lose(reason)
-                # Jitter: many routers lose one scheduler at the same moment.
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        while True:
+            try:
+                # A channel each time: it would keep its connection to a scheduler that hangs, and
+                # not look at the next address.
+                async with open_channel(self.target, config.max_message_mb, config.tls) as channel:
+                    await self._converse(channel)
+                reason = "the scheduler ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {explain(error.details() or '')}"
+                if self._misfit is not None:  # that scheduler is gone: so is what it said
+                    self._misfit = None
+                    self._wait(f"waiting for the scheduler at {self.target}")
+            except TimeoutError:
+                reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+            except MisfitError as error:
+                reason = str(error)
+            except QuireError as error:
+                reason = f"the scheduler does not keep to the contract: {error}"
+            if self._outbox is not None:  # there was a scheduler: the next may be soon
+                backoff_s = _MIN_BACKOFF_S
+            self._lose(reason)
+            # Jitter: many routers lose one scheduler at the same moment.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _converse(self, stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
-        call = stub.Connect()
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = self._stub.Connect()
         try:
             hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
             await call.write(scheduler_pb2.ConnectRequest(hello=hello))
@@ -234,13 +242,36 @@ class SchedulerLink:
                 raise QuireError("the first message is not a welcome")
             outbox = self._meet(welcome)
             writer = asyncio.create_task(_write(call, outbox))
+            silence = Silence()
             try:
-                while (news := await _read(call)) is not None:
-                    self._hear(news)
+                async with asyncio.timeout(None) as limit:
+                    watcher = asyncio.create_task(self._watch(silence, limit))
+                    while (news := await _read(call)) is not None:
+                        silence.heard()
+                        self._hear(news)
             finally:
                 writer.cancel()
+                watcher.cancel()
         finally:
+            self.hang = None
             call.cancel()
+
+    async def _watch(self, silence: Silence, limit: asyncio.Timeout) -> None:
+        """Tells the owner when the scheduler hangs and goes on; lets `limit` pass if it is lost."""
+        while not silence.is_loss:
+            await asyncio.sleep(TICK_S)
+            silence.tick()
+            if silence.is_hang == (self.hang is not None):
+                continue
+            if silence.is_hang:
+                self.hang = (
+                    f"the scheduler at {self.target} has said nothing for {silence.seconds:g} s"
+                )
+                log.warning("scheduler hangs", target=self.target, silent_s=silence.seconds)
+            else:
+                self.hang = None
+            self._owner.changed(self)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     def _meet(self, welcome: Welcome) -> Outbox:
         """Takes up the scheduler's model and submits every live request (again)."""

@@ -262,7 +262,7 @@ class Schedulers:
 
     def changed(self, link: SchedulerLink) -> None:
         """Waits a moment for a scheduler that is lost: its workers have the KV."""
-        if link.table and self._connected:
+        if not link.is_connected and link.table and self._connected:
             asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
         self._show()
 
@@ -309,8 +309,11 @@ class Schedulers:
         metrics.SCHEDULER_CONNECTED.set(num_connected)
         if self._draining:
             return
-        if num_connected:
+        hangs = [link.hang for link in self._connected if link.hang is not None]
+        if num_connected > len(hangs):
             self._health.set_ready()
+        elif hangs:
+            self._health.set_not_ready("; ".join(hangs))
         elif problems := [link.status for link in self._links if not link.is_starting]:
             self._health.set_not_ready("; ".join(problems))
         else:

@@ -128,6 +128,8 @@ async def _run_scheduler(
         engines = keep_engines(workers, fleet, make_engine=make_engine, forget=metrics.forget)
         run(engines, "engines")
         run(servicer.give_up_kept(), "kept requests")
+        run(fleet.watch(), "hanging workers")
+        run(servicer.beat(), "beats")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             run(migrator.rebalance(), "rebalancing")
         run(Drainer(fleet, migrator).run(), "draining workers")

@@ -9,6 +9,7 @@ import structlog
 
 from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
+from rpc.silence import TICK_S
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
@@ -228,6 +229,20 @@ class Fleet:
         """Learn that an engine has failed, whose session answers no step any more."""
         self._has_failed = True
 
+    async def watch(self) -> None:
+        """Say when workers begin to hang, and when they go on."""
+        hanging: set[str] = set()
+        while True:
+            await asyncio.sleep(TICK_S)
+            before, hanging = hanging, set()
+            for engine in self._engines:
+                if engine.session is not None and (trouble := engine.session.trouble()):
+                    hanging.add(engine.target)
+                    if engine.target not in before:
+                        log.warning("worker hangs", worker=engine.target, how=trouble)
+            if hanging != before:
+                self._show_health()
+
     async def drain(self) -> None:
         """Let the steps in flight be answered, plan no more, and end the routers' streams.
 
@@ -327,6 +342,7 @@ class Fleet:
         if self._awaited and command.request.outputs:
             self._held.add(command)  # its KV may be at a worker that is not attached yet
             return
+        sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
             loads = [session.placement_load() for session in sessions]
@@ -367,12 +383,20 @@ class Fleet:
     def _show_health(self) -> None:
         if self._is_draining:
             return
-        missing = [
-            f"{engine.target} ({engine.loss})" for engine in self._engines if engine.session is None
-        ]
-        if len(missing) < len(self._engines):
-            self._health.set_ready()
+        troubles = self._troubles()
+        missing = ", ".join(f"{target} ({trouble})" for target, trouble in troubles.items())
+        if len(troubles) < len(self._engines):
+            self._health.set_ready(f"without {missing}" if missing else None)
+        elif self._sessions():
+            self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
-            self._health.set_not_ready(
-                f"no worker is attached: {', '.join(missing) or 'none is found'}"
-            )
+            self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
+
+    def _troubles(self) -> dict[str, str]:
+        """Say what is wrong, by worker."""
+        troubles = {}
+        for engine in self._engines:
+            trouble = engine.loss if engine.session is None else engine.session.trouble()
+            if trouble is not None:
+                troubles[engine.target] = trouble
+        return troubles

@@ -226,6 +226,16 @@ class Session:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._link.oldest_step_age_s()
 
+    def trouble(self) -> str | None:
+        """Say in what way the worker hangs, if it seems to; it may yet go on."""
+        silence = self._link.silence
+        if silence.is_hang:
+            return f"it has said nothing for {silence.seconds:g} s"
+        runs_s, limit_s = self._link.oldest_step_runs_s(), self._pacer.is_late_after_s
+        if limit_s is not None and runs_s > limit_s:
+            return f"a step takes {runs_s:.1f} s so far; {limit_s:.1f} s would be very long for it"
+        return None
+
     async def hand_over(self) -> None:
         """Send no more steps; return when those in flight are answered, or the worker is lost."""
         self._is_handing_over = True
