@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup up test compose-test clients-test public-clients-test ui-test lint protos docs bench
+.PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -45,6 +45,10 @@ public-clients-test: setup
 ui-test: setup
 	$(BIN)/pytest -m browser -rs tests/browser
 
+# A real Prometheus scrapes a live service; skipped by name where there is none.
+observe-test: setup
+	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -60,3 +64,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python bench/serve.py
+
+# Kills, stops and cuts what it can under live streams, for about half an hour.
+chaos: setup
+	$(BIN)/python bench/chaos.py --kills 200

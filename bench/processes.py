@@ -31,6 +31,11 @@ class Service:
         self.grpc_target = f"unix:{socket}"
         self._child = child
 
+    @property
+    def pid(self) -> int:
+        """The process under which all others are."""
+        return self._child.pid
+
     async def wait_until_ready(self) -> None:
         """Raise RuntimeError with the end of the log if it does not start."""
         address = self._child.spec.http_address

@@ -213,11 +213,14 @@ class DiskPool:
     def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
         """Make a move, in one of the threads."""
         try:
-            metrics.DISK_BYTES.labels(move.kind).inc(work(source, target))
+            start_s = time.perf_counter()
+            num_bytes = work(source, target)
         except Exception as error:  # noqa: BLE001 - whatever the system or a codec may raise
             self._warn_once(move.kind, error)
             self._end(move, is_good=False)
         else:
+            direction = "out" if move.kind is _Kind.STORE else "in"
+            metrics.count_transfer("disk", direction, num_bytes, time.perf_counter() - start_s)
             self._end(move, is_good=True)
 
     def _end(self, move: _Move, *, is_good: bool) -> None:

@@ -278,7 +278,8 @@ class Executor:
         if self._speculation is not None:
             self._speculation.advance(scheduled, has_sampled, execute_s)
         has_row = has_sampled & self.rows.is_current(rows, incarnations)
-        self._spans.sampled(rows[has_row], time.time())
+        now_s = time.time()
+        self._spans.computed(launched.step_id, scheduled, rows[has_row], now_s - execute_s, now_s)
         if has_failed.any():
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]

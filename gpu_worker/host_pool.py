@@ -24,6 +24,7 @@ from gpu_worker.copy_streams import CopyStreams
 from gpu_worker.pinned_memory import pinned_bytes
 from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.step import Int32Array
+from gpu_worker.transfer_meter import TransferMeter
 from gpu_worker.upload import upload
 from kernels import ops
 
@@ -80,6 +81,7 @@ class HostPool:
             self._staging = device_blocks.new_empty(num_staged, block_bytes)
         self._checksums: dict[int, int] | None = {} if has_checksums else None
         self._is_loading = False
+        self._meter = TransferMeter(is_cuda=device_blocks.is_cuda)
 
     @property
     def blocks(self) -> npt.NDArray[np.uint8]:
@@ -97,6 +99,7 @@ class HostPool:
         if self._streams is not None and self._is_loading:
             self._is_loading = False
             self._streams.end_loading()
+        self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
         """Copy device blocks `src` to host blocks `dst`, as computed by the steps before.
@@ -108,7 +111,7 @@ class HostPool:
         if self._staging is not None and len(src) <= len(self._staging):
             self._store_staged(src, dst, self._staging[: len(src)])
         else:
-            with self._storing():
+            with self._storing(), self._meter.measure("out", self._held_bytes(src)):
                 if self._codec is None:
                     _copy_runs(self._device_blocks, src, self._host_blocks, dst)
                 else:
@@ -134,7 +137,7 @@ class HostPool:
             for i, block in enumerate(src.tolist()):
                 is_intact[i] = self._checksums.get(block) == self._checksum(block)
         good_src, good_dst = src[is_intact], dst[is_intact]
-        with self._loading():
+        with self._loading(), self._meter.measure("in", self._held_bytes(good_src)):
             if self._codec is None:
                 _copy_runs(self._host_blocks, good_src, self._device_blocks, good_dst)
             else:
@@ -172,7 +175,10 @@ class HostPool:
         self._streams.begin_staging()
         order = np.argsort(dst)  # so that runs are those of the host's blocks alone
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
-        with self._streams.storing_staged():
+        with (
+            self._streams.storing_staged(),
+            self._meter.measure("out", self._held_bytes(dst)),
+        ):
             numbers = np.arange(len(dst), dtype=np.int32)
             _copy_runs(staging, numbers, self._host_blocks, dst[order])
 
@@ -210,6 +216,9 @@ class HostPool:
     def _on_device(self, blocks: Int32Array) -> torch.Tensor:
         (on_device,) = upload([blocks.astype(np.int64)], self._device_blocks.device)
         return on_device
+
+    def _held_bytes(self, blocks: Int32Array) -> int:
+        return len(blocks) * self._host_blocks.shape[1]
 
     def _storing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._streams is None else self._streams.storing()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from gpu_worker import metrics
+from gpu_worker import memory, metrics
 from gpu_worker.device import device_name
 from gpu_worker.device_memory import CudaDriver, MemoryMonitor
 from gpu_worker.executor import Executor
@@ -71,6 +71,7 @@ def load(
         takes_kv=leader is None,
     )
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
+    metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(loaded.device))
     _log.info(
         "loaded",
         model=info.model_id,

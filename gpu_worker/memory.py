@@ -68,6 +68,13 @@ def available_bytes() -> int:
     return min(bounds, default=2 * _DEFAULT_CPU_BYTES)
 
 
+def device_available_bytes(device: torch.device) -> int:
+    """Memory that the device has left; a CPU's is the process's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()
+
+
 def free_gpu_kv_bytes(
     model: Decoder,
     config: ModelConfig,

@@ -49,8 +49,20 @@ DISK_MOVES = Counter(
     "Blocks stored on, or loaded from, the disk.",
     ["move", "outcome"],
 )
-DISK_BYTES = Counter(
-    "quire_worker_disk_bytes", "Bytes written to, or read from, the disk.", ["move"]
+_MOVED = ["tier", "direction"]
+KV_TRANSFER_BYTES = Counter(
+    "quire_worker_kv_transfer_bytes",
+    "KV that went out to host or disk, or came in from there, as it is held there.",
+    _MOVED,
+)
+KV_TRANSFER_SECONDS = Counter(
+    "quire_worker_kv_transfer_seconds",
+    "How long that took; copies at the same time count each.",
+    _MOVED,
+)
+MEMORY_AVAILABLE = Gauge(
+    "quire_worker_memory_available_bytes",
+    "Memory that the device has left; a CPU: what the worker may still take.",
 )
 _CODED = ["tier", "codec", "direction"]
 CODEC_PLAIN_BYTES = Counter("quire_worker_kv_codec_plain_bytes", "KV before encoding.", _CODED)
@@ -60,6 +72,12 @@ CODEC_SECONDS = Counter(
     "Time of encoding and decoding, of all threads; without a GPU's, which is beside its steps.",
     _CODED,
 )
+
+
+def count_transfer(tier: str, direction: str, num_bytes: int, seconds: float) -> None:
+    """Count KV that moved; `direction` is out or in, as the device sees it."""
+    KV_TRANSFER_BYTES.labels(tier, direction).inc(num_bytes)
+    KV_TRANSFER_SECONDS.labels(tier, direction).inc(seconds)
 
 
 def count_coded(

@@ -1,6 +1,7 @@
 """The gRPC face of a worker: epochs, attachments, and the stream of steps."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ from rpc.errors import (
     UnimplementedError,
 )
 from rpc.grpc_server import Service
+from rpc.silence import LOST_AFTER_S
 from rpc.tls import ClientTls
 
 _log = structlog.get_logger()
@@ -96,14 +98,34 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._steps: Steps | None = None
         self._attachment: _Attachment | None = None
         self._executions: set[_Execution] = set()
+        self._is_leaving = asyncio.Event()
+        """It is about to end, and may be left."""
+        self._num_told = 0
+        """Calls that wait to hear that."""
         self._is_draining = False
+        self._heard_s = 0.0
+        """When the scheduler was heard of last, by the event loop's clock."""
 
     def open(self, info: WorkerInfo, steps: Steps) -> None:
         """The model is there: serve it."""
         self._info, self._steps = info, steps
 
-    async def drain(self) -> None:
-        """Refuse new steps, and wait until each stream has ended after the results it owes."""
+    @property
+    def num_live_seqs(self) -> int:
+        """Rows that hold a sequence, while a scheduler is there."""
+        return self._steps.num_rows_used if self._steps is not None and self._executions else 0
+
+    async def drain(self, hand_over_s: float) -> None:
+        """Refuse new steps, and wait until each stream has ended after the results it owes.
+
+        Before that, a scheduler that wants to know has `hand_over_s` to end its stream itself.
+        """
+        executions = tuple(self._executions)
+        if self._num_told:
+            self._is_leaving.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(hand_over_s):
+                    await asyncio.gather(*(each.ended.wait() for each in executions))
         self._is_draining = True
         executions = tuple(self._executions)
         for execution in executions:
@@ -127,6 +149,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
         del context
         info, steps = self._loaded()
+        if self._is_leaving.is_set():
+            raise UnavailableError("the worker is draining")
         before = self._attachment
         if request.epoch == 0:
             raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
@@ -189,17 +213,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DescribeDeviceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.DescribeDeviceResponse:
-        """Describe the device and what it holds."""
-        del request, context
-        info, steps = self._loaded()
+        """Describe the device and what it holds; to its scheduler also while it drains."""
+        del context
+        if self._info is None or self._steps is None:
+            raise _still_loading()
+        now_s = asyncio.get_running_loop().time()
         attachment = self._attachment or _Attachment(number=0, epoch=0)
+        if request.epoch and request.epoch == attachment.epoch:
+            self._heard_s = now_s
         state = WorkerState(
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
-            num_rows_used=steps.num_rows_used,
-            has_scheduler=bool(self._executions),
+            num_rows_used=self._steps.num_rows_used,
+            has_scheduler=bool(self._executions) and now_s - self._heard_s < LOST_AFTER_S,
         )
-        return worker_state_to_proto(info, state)
+        return worker_state_to_proto(self._info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -244,6 +272,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         )
         return worker_pb2.PullKvResponse()
 
+    async def AwaitDrain(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.AwaitDrainResponse:
+        """Wait until this worker is about to end."""
+        del request, context
+        self._num_told += 1
+        try:
+            await self._is_leaving.wait()
+        finally:
+            self._num_told -= 1
+        return worker_pb2.AwaitDrainResponse()
+
     async def _read(
         self, batches: AsyncIterator[worker_pb2.StepBatch], execution: _Execution
     ) -> None:
@@ -275,6 +315,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
+        self._heard_s = asyncio.get_running_loop().time()
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
@@ -304,7 +345,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._is_draining:
             raise UnavailableError("the worker is draining")
         if self._info is None or self._steps is None:
-            raise UnavailableError("the model is still being loaded")
+            raise _still_loading()
         return self._info, self._steps
 
 
@@ -313,6 +354,10 @@ def _require_whole_blocks(info: WorkerInfo) -> None:
         raise UnimplementedError(
             f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
         )
+
+
+def _still_loading() -> QuireError:
+    return UnavailableError("the model is still being loaded")
 
 
 def _superseded(attachment: _Attachment | None, newest: int) -> QuireError:

@@ -11,7 +11,7 @@ def main() -> None:
     """Runs a router until SIGTERM or SIGINT."""
     settings = parse_settings(RouterSettings, "quire-router")
     logs.configure(settings.log_level, settings.log_format, "router")
-    telemetry.configure("quire-router", settings)
+    telemetry.configure("quire-router", settings, new_trace_ratio=settings.trace_sample_ratio)
     timeline.configure("router", settings.timeline_dir)
     run(run_router(settings))
 

@@ -36,6 +36,8 @@ class LiveOutput:
         """All tokens produced, int32: the replay record's part of this output."""
         self.finished: OutputFinished | None = None
         """How it ended; once set, nothing may be pushed."""
+        self.first_token_at: float | None = None
+        """When the first token came, unless that was before the request was resumed."""
         self.last_token_at: float | None = None
         """When the newest token came, on the event loop's clock; for the metrics."""
         self._detokenizer = detokenizer

@@ -135,6 +135,12 @@ class LiveRequest:
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
+    def time_to_first_token_s(self) -> float | None:
+        """From taking the request to the first token of output 0, if that has come."""
+        first = self.outputs[0].first_token_at
+        return None if first is None else first - self._submitted_at
+
+    @property
     def finish_reasons(self) -> list[str]:
         """How each output ended, of those that have."""
         return [output.finished.reason.value for output in self.outputs if output.finished]
@@ -157,6 +163,7 @@ class LiveRequest:
         if not is_new:
             pass
         elif output.last_token_at is None:
+            output.first_token_at = now
             if output.index == 0:
                 metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
         elif self.record.beam is None:  # the tokens of a search come all at once
@@ -256,9 +263,17 @@ class LiveRequest:
         self._news.set()
         if output.finished is not None:
             metrics.REQUEST_SUCCESS.labels(output.finished.reason.value).inc()
+            metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
+            self._observe_pace(output)
             if not self.live_seq_keys:
                 took_s = asyncio.get_running_loop().time() - self._submitted_at
                 metrics.E2E_REQUEST_LATENCY.observe(took_s)
+
+    def _observe_pace(self, output: LiveOutput) -> None:
+        first, last = output.first_token_at, output.last_token_at
+        num_gaps = len(output.token_ids) - 1
+        if first is not None and last is not None and num_gaps and self.record.beam is None:
+            metrics.TIME_PER_OUTPUT_TOKEN.observe((last - first) / num_gaps)
 
     def _expire(self) -> None:
         self._cancel(seq_keys := self.live_seq_keys)

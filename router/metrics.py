@@ -5,6 +5,8 @@ from prometheus_client import Counter, Gauge, Histogram
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
 NUM_REQUESTS_LIVE = Gauge(
     "quire_num_requests_live", "Requests that have been taken and whose reader has not finished."
 )
@@ -16,6 +18,12 @@ REQUESTS_REFUSED = Counter(
 )
 PROMPT_TOKENS = Counter("quire_prompt_tokens", "Prompt tokens of the requests submitted.")
 GENERATION_TOKENS = Counter("quire_generation_tokens", "Tokens produced.")
+REQUEST_PROMPT_TOKENS = Histogram(
+    "quire_request_prompt_tokens", "Prompt tokens of each request submitted.", buckets=_TOKENS
+)
+REQUEST_GENERATION_TOKENS = Histogram(
+    "quire_request_generation_tokens", "Tokens of each output that ended.", buckets=_TOKENS
+)
 TIME_TO_FIRST_TOKEN = Histogram(
     "quire_time_to_first_token_seconds",
     "From submitting a request to the first token of its first output.",
@@ -26,11 +34,16 @@ INTER_TOKEN_LATENCY = Histogram(
     "Between two tokens of one output.",
     buckets=_FAST_S,
 )
+TIME_PER_OUTPUT_TOKEN = Histogram(
+    "quire_request_time_per_output_token_seconds",
+    "Of each output that ended: the mean time between two of its tokens.",
+    buckets=_FAST_S,
+)
 E2E_REQUEST_LATENCY = Histogram(
     "quire_e2e_request_latency_seconds",
     "From taking a request to the end of its last output.",
     buckets=_SLOW_S,
 )
 SCHEDULER_CONNECTED = Gauge(
-    "quire_scheduler_connected", "1 while the router has a scheduler, else 0."
+    "quire_scheduler_connected", "Schedulers that the router is connected to."
 )

@@ -27,9 +27,10 @@ class Health:
         """Not ready yet: `status` says what is being done, `progress` how far, in [0, 1]."""
         self._set(_State(ready=False, status=status, progress=progress))
 
-    def set_ready(self) -> None:
-        """Ready for requests."""
-        self._set(_State(ready=True, status="ready", progress=None))
+    def set_ready(self, but: str | None = None) -> None:
+        """Ready for requests; `but` says what is not as it should be nevertheless."""
+        status = "ready" if but is None else f"ready, but {but}"
+        self._set(_State(ready=True, status=status, progress=None))
 
     def set_not_ready(self, reason: str) -> None:
         """Not ready any more, and why: "no worker is attached"."""
@@ -54,7 +55,7 @@ class Health:
 
     @property
     def status(self) -> str:
-        """What the process is doing, for a person; "ready" if it is declared ready."""
+        """What the process is doing, for a person; "ready" if it is declared ready, without but."""
         return self._state.status
 
     @property

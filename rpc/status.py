@@ -19,6 +19,8 @@ from rpc.tls import explain
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+"""Tells gRPC's own retries in clients, which do not look at `RetryInfo`, when to come back."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
@@ -67,7 +69,10 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in details:
         status.details.add().Pack(detail)
-    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
+    trailing: TrailingMetadata = ((DETAILS_KEY, status.SerializeToString()),)
+    if isinstance(error, errors.TooBusyError):
+        trailing += ((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))),)
+    return code, message, trailing
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:

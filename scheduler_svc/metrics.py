@@ -15,6 +15,7 @@ from scheduler_svc.core.config import SchedulerLoad
 
 _STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 _CPU_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
+_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -26,7 +27,12 @@ class EngineMetrics:
     update: Histogram
     step_rpc: Histogram
     step_execute: Histogram
+    step_tokens: Histogram
     queue_time: Histogram
+    expired: Counter
+    """Sequences whose deadline passed while they waited."""
+    refused_late: Counter
+    """Requests that could not have met their deadline."""
 
 
 class SchedulerMetrics:
@@ -60,6 +66,16 @@ class SchedulerMetrics:
             _QUEUE_BUCKETS_S,
         )
 
+        self._step_tokens = histogram(
+            "quire_iteration_tokens", "Tokens that a step computes.", _TOKEN_BUCKETS
+        )
+        self._deadline_drops = Counter(
+            "quire_deadline_drops",
+            "Requests refused because they could not meet their deadline (stage refused), and"
+            " sequences whose deadline passed while they waited (stage waiting).",
+            ["worker", "stage"],
+            registry=registry,
+        )
         self.migrations = Counter(
             "quire_migrations",
             "Requests moved between workers with their KV, or not after all.",
@@ -74,8 +90,25 @@ class SchedulerMetrics:
             update=self._update.labels(worker),
             step_rpc=self._step_rpc.labels(worker),
             step_execute=self._step_execute.labels(worker),
+            step_tokens=self._step_tokens.labels(worker),
             queue_time=self._queue_time.labels(worker),
+            expired=self._deadline_drops.labels(worker, "waiting"),
+            refused_late=self._deadline_drops.labels(worker, "refused"),
         )
+
+    def forget(self, worker: str) -> None:
+        """Export nothing of a worker any more: those of a cluster never have the same address."""
+        for histogram in (
+            self._schedule,
+            self._update,
+            self._step_rpc,
+            self._step_execute,
+            self._step_tokens,
+            self._queue_time,
+        ):
+            histogram.remove(worker)
+        for where in ("waiting", "refused"):
+            self._deadline_drops.remove(worker, where)
 
 
 class LoadCollector(Collector):

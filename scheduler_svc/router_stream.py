@@ -62,6 +62,11 @@ class RouterStream:
         if self._has_room(output):
             self._outputs.append(output)
 
+    def beat(self) -> None:
+        """Send that there is no news, unless something is to be sent anyway."""
+        if not (self._replies or self._outputs):
+            self.deliver(scheduler_pb2.StepOutput())
+
     def refuse(self, refused: scheduler_pb2.Refused) -> None:
         """Send a refusal."""
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))

@@ -53,6 +53,11 @@ class RouterStreams:
             stream.release(live_seq_keys(request))
             stream.refuse(refused_to_proto(request.first_seq_key, error))
 
+    def beat(self) -> None:
+        """Let each router hear something."""
+        for stream in self._streams.values():
+            stream.beat()
+
     def end_all(self, error: QuireError) -> None:
         """End all streams behind what is pending."""
         for stream in self._streams.values():

@@ -11,6 +11,7 @@ import structlog
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.grpc_server import Service
+from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
@@ -52,6 +53,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(_GIVE_UP_S)
             for source, seq_keys in self._kept.give_up(time.monotonic()):
                 self._fleet.cancel(source, seq_keys)
+
+    async def beat(self) -> None:
+        """Let each router hear, until cancelled, that this process does not hang."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._streams.beat()
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
     # closed whenever its garbage is collected, and its sequences would run on until then.

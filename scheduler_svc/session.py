@@ -6,7 +6,7 @@ command, a result or a loss, so an idle one costs nothing.
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from scheduler_svc.core.errors import (
     RequestRefusedError,
 )
 from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.core.load import read_queues, read_space
+from scheduler_svc.core.load import count_queued, read_queues, read_space
 from scheduler_svc.core.plan import Finished, StepId
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
@@ -51,7 +51,7 @@ from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_log import StepLog
 from scheduler_svc.step_pacer import StepPacer
-from scheduler_svc.telemetry import QueueSpans
+from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
 from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.worker_client import TimedResult, WorkerLink
@@ -69,7 +69,7 @@ class Session:
         *,
         wake: asyncio.Event,
         streams: RouterStreams,
-        spans: QueueSpans,
+        spans: SequenceSpans,
         metrics: EngineMetrics,
         max_decode_slowdown: float,
     ) -> None:
@@ -83,6 +83,9 @@ class Session:
         self._wake = wake
         self._streams = streams
         self._spans = spans
+        self._worker_spans = WorkerSpans(
+            spans, link.info.worker_id, core.config.bytes_per_block, core.owner
+        )
         self._metrics = metrics
         self._commands: deque[Command] = deque()
         self._num_posted_seqs = 0
@@ -178,6 +181,10 @@ class Session:
         """Look at the core's blocks, which takes time in proportion to them."""
         return read_space(self._core)
 
+    def queued_by_tenant(self) -> Counter[str]:
+        """Count the sequences that wait; see `count_queued`."""
+        return count_queued(self._core)
+
     def placement_load(self) -> WorkerLoad:
         """Say how busy the worker is, commands that are not applied yet included."""
         if self._placement_load is None:  # every worker is asked for every request
@@ -219,11 +226,35 @@ class Session:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._link.oldest_step_age_s()
 
+    def trouble(self) -> str | None:
+        """Say in what way the worker hangs, if it seems to; it may yet go on."""
+        silence = self._link.silence
+        if silence.is_hang:
+            return f"it has said nothing for {silence.seconds:g} s"
+        runs_s, limit_s = self._link.oldest_step_runs_s(), self._pacer.is_late_after_s
+        if limit_s is not None and runs_s > limit_s:
+            return f"a step takes {runs_s:.1f} s so far; {limit_s:.1f} s would be very long for it"
+        return None
+
     async def hand_over(self) -> None:
         """Send no more steps; return when those in flight are answered, or the worker is lost."""
         self._is_handing_over = True
         self._wake.set()
         await self._settled.wait()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the worker is about to end: nothing new is for it."""
+        return self._link.draining.done()
+
+    async def wait_draining(self) -> None:
+        """Return when the worker says that it is about to end."""
+        await asyncio.shield(self._link.draining)
+
+    async def let_go(self) -> None:
+        """Lose the worker in good order: when the steps in flight are answered."""
+        await self.hand_over()
+        self._link.let_go()
 
     def note_losses(self, request: Request, num_losses: int) -> None:
         """Note how many workers in a row were lost with a live request."""
@@ -279,20 +310,25 @@ class Session:
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)
+                self._metrics.expired.inc(len(expired))
             self._space_watch.hear(self._core.take_reports())
             if plan is None:
                 return
             with timeline.span("encode the batch"):
-                self._link.send(plan)
+                step_id = self._link.send(plan)
             self._at_worker.sent(plan)
             self._meter.sent(plan)
             self.step_log.sent(plan, read_queues(self._core))
             self._pacer.sent(plan)
-            self._metrics.schedule.observe(time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            self._metrics.schedule.observe(took_s)
+            self._metrics.step_tokens.observe(plan.num_scheduled_tokens)
+            self._worker_spans.sent(plan, step_id, took_s)
 
     def _apply_result(self, timed: TimedResult) -> None:
         result = timed.result
         started = time.perf_counter()
+        self._worker_spans.answered(timed.step_id)
         if result.prompt_logprobs:  # now: what the update ends has no row any more
             self._streams.deliver(
                 prompt_logprobs_to_proto(timed.step_id, result.prompt_logprobs, self._core.owner)
@@ -301,7 +337,8 @@ class Session:
             news = self._core.update(with_candidates(result, self._core.beam_rows))
         with timeline.span("tell the routers"):
             self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
-        self._metrics.update.observe(time.perf_counter() - started)
+        took_s = time.perf_counter() - started
+        self._metrics.update.observe(took_s)
         self.has_progressed = True
         self._meter.answered(result.execute_s)
         self.step_log.answered(result.execute_s, timed.rpc_s, time.time())
@@ -311,7 +348,7 @@ class Session:
         for admitted in news.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.admitted(admitted)
-        self._after(news.finished)
+        self._after(news.finished, took_s)
         self._tell_answered()
 
     def _tell_answered(self) -> None:
@@ -354,6 +391,8 @@ class Session:
                 self._core.check_deadline(request, now, self._meter.rates)
             self._core.submit(request, now)
         except RequestRefusedError as error:
+            if isinstance(error, DeadlineError):
+                self._metrics.refused_late.inc()
             if not command.was_accepted:
                 self._streams.refuse(request, _refusal_from_core(error))
                 return
@@ -380,6 +419,8 @@ class Session:
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
         num_losses = self.take_losses(request)
+        if self.is_draining:  # that is nobody's fault
+            return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
         match self._at_worker.find(request):
             case Progress.SOME:
                 num_losses = 0
@@ -387,9 +428,9 @@ class Session:
                 num_losses += 1
         return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
 
-    def _after(self, finished: tuple[Finished, ...]) -> None:
+    def _after(self, finished: tuple[Finished, ...], took_s: float = 0.0) -> None:
         for item in finished:
-            self._spans.finished(item)
+            self._spans.finished(item, took_s)
             self._num_losses.pop((item.source, item.seq_key), None)
 
 

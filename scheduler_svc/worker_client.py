@@ -1,6 +1,7 @@
 """The link to one worker: attach, send steps, take results, notice when it is lost."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.packing import pack_int32
+from rpc.silence import BEAT_S, TICK_S, Silence
 from rpc.status import status_to_error
 from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
@@ -81,6 +83,8 @@ class WorkerLink:
         """What the worker held when it was attached."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
+        self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
+        """Done when the worker is about to end, and its sequences should be elsewhere."""
         self._config = config
         self._channel = channel
         self._wake = wake
@@ -93,16 +97,32 @@ class WorkerLink:
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
-        self._reader = asyncio.create_task(self._read(), name=f"results of {config.target}")
+        self._silence = Silence()
+        self._since_result = Silence()
+        self._tasks = [
+            asyncio.create_task(work, name=f"{name} {config.target}")
+            for work, name in (
+                (self._read(), "results of"),
+                (self._listen(), "beats of"),
+                (self._watch_silence(), "silence of"),
+            )
+        ]
 
-    def send(self, plan: StepPlan) -> None:
-        """Send the batch for `plan`; at most two steps are in flight, so the queue is short."""
+    def send(self, plan: StepPlan) -> int:
+        """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
+
+        Returns:
+            The step's id on the wire.
+        """
+        if not self._in_flight:
+            self._since_result.heard()  # there was nothing to say
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
         self._ledger.sent(plan)
         self._batches.put_nowait(batch)
         if self._watchdog is None:
             self._watch()
+        return batch.step_id
 
     def take_results(self) -> list[TimedResult]:
         """Take the results that came since the last call, in the order of their steps."""
@@ -113,6 +133,18 @@ class WorkerLink:
     def oldest_step_age_s(self) -> float:
         """Say how long the oldest step has been in flight; 0 if none is."""
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
+
+    def oldest_step_runs_s(self) -> float:
+        """Say how long the oldest step may have been computing: it waits for those before it.
+
+        As `Silence` counts: not the time that this process was stopped.
+        """
+        return self._since_result.seconds if self._in_flight else 0.0
+
+    @property
+    def silence(self) -> Silence:
+        """How long the worker has said nothing."""
+        return self._silence
 
     async def pull_kv(
         self,
@@ -145,22 +177,55 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
 
+    def let_go(self) -> None:
+        """Take the worker for lost: it is about to end."""
+        self._lose(UnavailableError("it is draining"))
+
     async def close(self) -> None:
         """Let the worker go."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._reader.cancel()
+        tasks = [*self._tasks, self.draining]
+        for task in tasks:
+            task.cancel()
         self._call.cancel()
-        await asyncio.wait([self._reader])
+        await asyncio.wait(tasks)
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
         while True:
             yield await self._batches.get()
 
+    async def _await_drain(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
+            return
+        await asyncio.Event().wait()  # it does not tell, or is lost, as its other stream will say
+
+    async def _listen(self) -> None:
+        """Ask for a sign of life again and again, which also is one."""
+        request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
+        while True:
+            try:
+                await self._stub.DescribeDevice(request)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    self._silence.heard()  # whatever it says, it answers
+            else:
+                self._silence.heard()
+            await asyncio.sleep(BEAT_S)
+
+    async def _watch_silence(self) -> None:
+        while not self._silence.is_loss:
+            await asyncio.sleep(TICK_S)
+            self._silence.tick()
+            self._since_result.tick()
+        self._lose(UnavailableError(f"it has said nothing for {self._silence.seconds:g} s"))
+
     async def _read(self) -> None:
         try:
             async for message in self._call:
+                self._silence.heard()
                 self._receive(message)
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
@@ -187,6 +252,7 @@ class WorkerLink:
             result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
             self._ledger.check(result)
         sent = self._in_flight.popleft()
+        self._since_result.heard()
         if timeline.is_on():
             timeline.add(
                 "a step, from sending to result",

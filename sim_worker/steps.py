@@ -37,6 +37,7 @@ class _Pending:
     """A step whose result is to come."""
 
     attachment: int
+    scheduled: ScheduledRows
     output: StepOutput
     result: "asyncio.Future[StepOutput]"
 
@@ -117,7 +118,7 @@ class SimulatedSteps:
             result.set_exception(UnavailableError("a step before this one failed: attach again"))
             return result
         try:
-            output = self._run(step)
+            scheduled, output = self._run(step)
         except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
             self._forget()
             self._labels.clear()
@@ -130,7 +131,7 @@ class SimulatedSteps:
             for waiting in self._idle:
                 self._finish_at(0.0, waiting)
             self._idle.clear()
-        self._finish_at(self._free_at_s, _Pending(attachment, output, result))
+        self._finish_at(self._free_at_s, _Pending(attachment, scheduled, output, result))
         return result
 
     def _finish_at(self, when_s: float, pending: "_Pending") -> None:
@@ -152,7 +153,14 @@ class SimulatedSteps:
         metrics.STEP_SECONDS.observe(output.execute_s)
         metrics.COMPUTED_TOKENS.inc(output.num_computed_tokens)
         metrics.SAMPLED_TOKENS.inc(len(output.sampled_rows))
-        self._spans.sampled(output.sampled_rows.astype(np.int64), time.time())
+        end_s = time.time()
+        self._spans.computed(
+            output.step_id,
+            pending.scheduled,
+            output.sampled_rows.astype(np.int64),
+            end_s - output.execute_s,
+            end_s,
+        )
         pending.result.set_result(output)
 
     def _with_disk_moves(self, output: StepOutput, now_s: float) -> StepOutput:
@@ -186,7 +194,7 @@ class SimulatedSteps:
         self._computing_step_id = 0
         self._spans.clear(time.time())
 
-    def _run(self, step: StepInput) -> StepOutput:
+    def _run(self, step: StepInput) -> tuple[ScheduledRows, StepOutput]:
         tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
         released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
         scheduled = self._rows.apply(step)
@@ -205,7 +213,7 @@ class SimulatedSteps:
             len(step.swap_out_src_block_ids) * self._block_bytes,
             len(step.swap_in_src_block_ids) * self._block_bytes,
         )
-        return self._sample(step.step_id, scheduled, step_s / self._speedup)
+        return scheduled, self._sample(step.step_id, scheduled, step_s / self._speedup)
 
     def _sample(self, step_id: int, scheduled: ScheduledRows, execute_s: float) -> StepOutput:
         rows = scheduled.rows[scheduled.sampling]

@@ -1,5 +1,7 @@
 """The metrics of every process: what a scrape of it would name."""
 
+from collections import Counter
+
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -7,6 +9,7 @@ from prometheus_client.registry import Collector
 import gpu_worker.metrics
 import router.metrics
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.queue_metrics import QueueCollector
 from scheduler_svc.space_metrics import SpaceCollector
 
 _HEAD = """# Metrics
@@ -35,8 +38,13 @@ def page() -> str:
 
 def names() -> set[str]:
     """Return every metric's name, as it is declared."""
+    return set(kinds())
+
+
+def kinds() -> dict[str, str]:
+    """Return every metric's kind, by name."""
     rows = [*_of_module(router.metrics), *_of_scheduler(), *_of_module(gpu_worker.metrics)]
-    return {name for name, *_ in rows}
+    return {name: kind for name, kind, *_ in rows}
 
 
 def _of_module(module: object) -> list[Row]:
@@ -59,16 +67,16 @@ def _of_scheduler() -> list[Row]:
         for collector in registry._collector_to_names  # noqa: SLF001
         if isinstance(collector, MetricWrapperBase)
     ]
-    # Of these, without a worker, the families are empty, and so are their samples' labels.
-    collectors: list[tuple[Collector, tuple[str, ...]]] = [
-        (LoadCollector(dict), ("worker",)),
-        (SpaceCollector(dict), ("worker", "tier")),
+    collectors: list[Collector] = [
+        LoadCollector(dict),
+        SpaceCollector(dict),
+        QueueCollector(Counter, dict),
     ]
-    for collector, labels in collectors:
-        rows += [
-            (_name(family.name, family.type), family.type, labels, family.documentation)
-            for family in collector.collect()
-        ]
+    for collector in collectors:
+        for family in collector.collect():
+            # Without a worker there are no samples, which would have the labels' names.
+            labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
+            rows += [(_name(family.name, family.type), family.type, labels, family.documentation)]
     return sorted(rows)
 
 

@@ -57,7 +57,7 @@ _WORKER: Final = (
     "ngram_min",
     "ngram_max",
 )
-_ROUTER: Final = ("api_keys_file",)
+_ROUTER: Final = ("api_keys_file", "trace_sample_ratio")
 _SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
 
 _SIM_WORKERS: Final = (

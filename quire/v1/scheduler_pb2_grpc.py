@@ -32,7 +32,8 @@ class SchedulerServiceStub(object):
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
     that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. A submitted
+    reads slowly it sends several steps merged into one. When there is no news for half a second, it
+    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
     requests that came with a `resume_record`. These run on for a grace period, and what comes of them
@@ -86,7 +87,8 @@ class SchedulerServiceServicer(object):
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
     that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. A submitted
+    reads slowly it sends several steps merged into one. When there is no news for half a second, it
+    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
     requests that came with a `resume_record`. These run on for a grace period, and what comes of them
@@ -192,7 +194,8 @@ class SchedulerService(object):
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
     that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. A submitted
+    reads slowly it sends several steps merged into one. When there is no news for half a second, it
+    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
     requests that came with a `resume_record`. These run on for a grace period, and what comes of them

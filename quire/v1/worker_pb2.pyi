@@ -7,6 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AwaitDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitDrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "scheduler_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -236,8 +244,10 @@ class SampledLogprob(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
 
 class DescribeDeviceRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
     __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler")

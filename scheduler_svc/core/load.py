@@ -3,11 +3,13 @@
 # It reads what the core's parts keep to themselves, for the core.
 # ruff: noqa: SLF001
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.fragmentation import SpaceReport, measure
+from scheduler_svc.core.sequence import RUNNING
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler
@@ -55,6 +57,11 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         num_moved_blocks=core._defragmenter.num_moved,
         num_defragmentations=core._defragmenter.num_passes,
     )
+
+
+def count_queued(core: "Scheduler") -> Counter[str]:
+    """Count the sequences that wait, by tenant; it takes time in proportion to those that live."""
+    return Counter(seq.request.tenant for seq in core._live if seq.status not in RUNNING)
 
 
 def read_space(core: "Scheduler") -> SpaceReport:

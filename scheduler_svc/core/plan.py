@@ -53,6 +53,30 @@ class NewSequence:
     """By which a later scheduler knows it again; empty: it is not to be told of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A traced sequence got a row and device blocks, for the first time or again."""
+
+    source: SourceId
+    seq_key: SeqKey
+    num_computed_tokens: int
+    """Tokens whose KV it need not compute."""
+    num_swapped_in_blocks: int
+    """Host blocks copied to its device blocks for that, before it is announced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A traced sequence lost its row and device blocks."""
+
+    source: SourceId
+    seq_key: SeqKey
+    num_computed_tokens: int
+    """Tokens whose KV it had."""
+    num_swapped_out_blocks: int
+    """Blocks copied to the host with the next plan; none: it computes again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What changes before a step, and what it computes beyond the rows that decode."""
@@ -96,6 +120,9 @@ class StepPlan:
     """Device blocks whose content, as it is before this step, is named by `labels`."""
     labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 32), np.uint8))
     """uint8[N, 32]: hashes."""
+    turns: tuple[Started | Preempted, ...] = ()
+    """What traced sequences got and lost since the plan before, in order; nothing of searches. For
+    the trace, not for the worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

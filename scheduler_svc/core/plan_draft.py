@@ -6,7 +6,15 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan, ints
+from scheduler_svc.core.plan import (
+    Int32Array,
+    NewSequence,
+    Preempted,
+    Started,
+    StepId,
+    StepPlan,
+    ints,
+)
 from scheduler_svc.core.sequence import Sequence
 
 
@@ -41,6 +49,7 @@ class PlanDraft:
     long_prefills: list[Sequence] = field(default_factory=list)
     """Those that have left a part of the budget to others, and may have what these do not use."""
 
+    turns: tuple[Started | Preempted, ...] = ()
     paced_budget: int | None = None
     """Tokens of paced sequences this step may still compute; None: as many as of others."""
 
@@ -91,4 +100,5 @@ class PlanDraft:
             disk_load_dst_block_ids=ints(self.disk_load_dst),
             labelled_block_ids=labels[0],
             labels=labels[1],
+            turns=self.turns,
         )

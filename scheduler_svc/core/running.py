@@ -15,7 +15,14 @@ from scheduler_svc.core.holdings import identity
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import FoundKv
 from scheduler_svc.core.new_labels import NewLabels
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepPlan
+from scheduler_svc.core.plan import (
+    Int32Array,
+    NewSequence,
+    Preempted,
+    Started,
+    StepId,
+    StepPlan,
+)
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import SeqId
@@ -51,6 +58,7 @@ class RunningSet:
             else SteadyDecodes(config, steps)
         )
         self._released_rows: list[int] = []  # the worker does not know yet
+        self._turns: list[Started | Preempted] = []  # no plan has told yet
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -118,6 +126,9 @@ class RunningSet:
         seq.row = self._rows.occupy(seq)
         seq.announced = False
         self._seqs[seq.seq_id] = seq
+        if seq.traceparent:
+            source = seq.request.source
+            self._turns.append(Started(source, seq.seq_key, found.num_tokens, len(targets)))
         self._wait_for(seq, (*found.loading, *targets))
         insort(self._prefilling, seq, key=lambda other: other.order)
 
@@ -223,6 +234,7 @@ class RunningSet:
         self._steps.send(draft.step_id)
         self._steps.hold(draft.copied)
         self._decodes.send(draft.step_id)
+        draft.turns, self._turns = tuple(self._turns), []
         released, self._released_rows = self._released_rows, []
         return draft.finish(released, self._labels.take())
 
@@ -287,6 +299,13 @@ class RunningSet:
         else:
             self._steps.hold(held, seq.row)
         seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
+
+    def note_preempted(self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int) -> None:
+        """Let the next plan tell that a sequence was stopped, to start again, if it is traced."""
+        if seq.traceparent:
+            source = seq.request.source
+            told = Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
+            self._turns.append(told)
 
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, a partial tail included.

@@ -349,6 +349,7 @@ class Scheduler:
         if seq.copy_from is not None:  # its own copy has not been made
             blocks[-1] = seq.copy_from
         is_loading = bool(seq.loading_block_ids)
+        num_swapped_out = 0
         self._running.stop(seq)
         if not can_swap:
             self._host_room.release(seq)
@@ -358,6 +359,8 @@ class Scheduler:
             must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
         ):
             self._running.swap_out(seq, blocks, num_computed)
+            num_swapped_out = len(blocks)
+        self._running.note_preempted(seq, num_computed, num_swapped_out)
         seq.num_computed_tokens = num_computed
         seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._waiting.push(seq)

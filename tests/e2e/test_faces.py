@@ -379,17 +379,22 @@ def test_one_trace_through_all_processes(traced: Service, collector: TraceCollec
             ),
             timeout=30,
         ).close()
-    spans = collector.wait_for(trace_id, ["request", "queue", "prefill", "decode"])
+    names = ["request", "tokenize", "queue", "admission", "prefill", "prefill_chunk", "decode"]
+    spans = collector.wait_for(trace_id, [*names, "finish"])
     assert sorted((span.service, span.name) for span in spans) == [
         ("quire-router", "request"),
+        ("quire-router", "tokenize"),
+        ("quire-scheduler", "admission"),
+        ("quire-scheduler", "finish"),
         ("quire-scheduler", "queue"),
         ("quire-worker", "decode"),
         ("quire-worker", "prefill"),
+        ("quire-worker", "prefill_chunk"),
     ]
     by_name = {span.name: span for span in spans}
     request_span = by_name["request"]
     assert request_span.parent_span_id == CALLER_SPAN_ID
-    for name in ("queue", "prefill", "decode"):
+    for name in ("tokenize", "queue", "admission", "prefill", "decode", "finish"):
         assert by_name[name].parent_span_id == request_span.span_id
         assert by_name[name].start_ns <= by_name[name].end_ns
     # The queue ends, and the prefill begins, before and after a message between two processes.

@@ -11,7 +11,7 @@ import pytest
 
 from quire.client import SamplingParams
 from quire.v1 import common_pb2, inference_pb2
-from tests.e2e.child import START_S, eventually
+from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.resuming_reader import ResumingReader, merged
 from tests.e2e.service import Service
@@ -186,6 +186,60 @@ def test_streams_survive_a_scheduler_that_is_told_to_end(
     _assert_as_unfailed(readers, unfailed)
     own.wait_until_ready()
     own.wait_until_idle()
+
+
+def test_streams_survive_a_worker_that_hangs(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    """The scheduler says so; when the worker goes on, nothing is computed again."""
+    before = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
+    own.worker.signal(signal.SIGSTOP)
+    try:
+        _wait_for_status(own, own.scheduler, 503, "said nothing")
+    finally:
+        own.worker.signal(signal.SIGCONT)
+    _wait_for_status(own, own.scheduler, 200, "ready")
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_idle()
+    assert own.metrics(own.scheduler)["quire_recomputed_tokens_total"] == before
+
+
+def test_streams_survive_a_scheduler_that_hangs(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    own.scheduler.signal(signal.SIGSTOP)
+    try:
+        _wait_for_status(own, own.router, 503, "said nothing")
+    finally:
+        own.scheduler.signal(signal.SIGCONT)
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_a_storm_of_long_prompts_is_not_taken_for_a_hang(own: Service):
+    prompts = [[2 + (i * j) % 490 for j in range(1, 3000)] for i in range(1, 17)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        reading = [
+            pool.submit(read, own.stub.Generate(generate_request(prompt, max_tokens=3)))
+            for prompt in prompts
+        ]
+        statuses = set()
+        while not all(each.done() for each in reading):
+            for child in (own.scheduler, own.router):
+                code, body = own.get_json(child, "/ready")
+                statuses.add((code, body["status"]))
+        assert all(each.result().usage.prompt_tokens == 2999 for each in reading)
+    assert statuses == {(200, "ready")}
+    own.wait_until_idle()
+
+
+def _wait_for_status(own: Service, child: Child, code: int, status: str) -> None:
+    def look() -> bool | None:
+        found, body = own.get_json(child, "/ready")
+        return (found == code and status in body["status"]) or None
+
+    eventually(look, f"{child.module} says {status!r}")
 
 
 def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(

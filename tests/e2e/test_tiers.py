@@ -144,8 +144,8 @@ async def test_by_swap_to_the_disk(with_disk, prompts, expected):
     assert metrics["quire_kv_loaded_blocks_total"] > 0
     assert metrics["quire_kv_failed_disk_moves_total"] == 0
     worker_metrics = await asyncio.to_thread(with_disk.metrics, with_disk.worker)
-    stored = worker_metrics["quire_worker_disk_bytes_total"]
-    assert stored > 0
+    assert worker_metrics["quire_worker_kv_transfer_bytes_total"] > 0
+    assert worker_metrics["quire_worker_kv_transfer_seconds_total"] > 0
 
 
 async def test_by_swap_to_the_disk_without_prefix_cache(with_disk, prompts, expected):

@@ -1,7 +1,8 @@
 """A collector of traces for the tests: takes OTLP over gRPC and keeps the spans."""
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,8 @@ class Span:
     start_ns: int
     end_ns: int
     attributes: dict[str, Any]
+    links: frozenset[str]
+    """Ids of the spans that it is linked to."""
 
 
 class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -63,15 +66,35 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, trace_id: str, names: Sequence[str], within_s: float = 15.0) -> list[Span]:
-        """The spans of a trace, as soon as there is one of each name; fails, saying what came."""
+        """The spans of a trace, as soon as it has these names, each as often as it is named.
+
+        Fails, saying what came.
+        """
 
         def complete() -> bool:
-            return {span.name for span in self._of(trace_id)} >= set(names)
+            return not Counter(names) - Counter(span.name for span in self._of(trace_id))
 
         with self._changed:
             came = self._changed.wait_for(complete, within_s)
             assert came, f"of {names} only: {[(s.service, s.name) for s in self._of(trace_id)]}"
             return self._of(trace_id)
+
+    def linked_to(self, spans: Iterable[Span], within_s: float = 15.0) -> dict[str, Span]:
+        """The spans that some are linked to, by id, as soon as all have come."""
+        wanted = {span_id for span in spans for span_id in span.links}
+
+        def found() -> dict[str, Span]:
+            return {span.span_id: span for span in self._spans if span.span_id in wanted}
+
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(found()) == len(wanted), within_s)
+            assert came, f"{wanted - found().keys()} have not come"
+            return found()
+
+    def trace_ids(self, name: str) -> set[str]:
+        """The traces that have a span of a name so far."""
+        with self._changed:
+            return {span.trace_id for span in self._spans if span.name == name}
 
     def _of(self, trace_id: str) -> list[Span]:
         return [span for span in self._spans if span.trace_id == trace_id]
@@ -87,6 +110,7 @@ def _span_from_proto(span: trace_pb2.Span, service: str) -> Span:
         span.start_time_unix_nano,
         span.end_time_unix_nano,
         _attributes(span.attributes),
+        frozenset(link.span_id.hex() for link in span.links),
     )
 
 

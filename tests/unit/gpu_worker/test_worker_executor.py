@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
-from opentelemetry.trace import SpanKind
 
 from gpu_worker.executor import Executor
 from gpu_worker.sampling_params import SamplingParams
@@ -310,26 +309,57 @@ def test_reset_forgets_the_rows_and_keeps_the_blocks():
     assert driver.outputs[2] == [next_token(PROMPT)]
 
 
-def test_traced_sequences_get_a_prefill_and_a_decode_span():
-    spans = []
+class RecordedSpans:
+    """Spans, each with its number as its context."""
 
-    def record(name, parent, start_s, end_s, attributes, kind):
+    def __init__(self):
+        self.spans = []
+
+    def record(self, name, parent, start_s, end_s, attributes, links=()):
         assert start_s <= end_s
-        assert kind is SpanKind.INTERNAL
-        spans.append((name, parent, attributes))
+        self.spans.append((name, parent, attributes, list(links)))
+        return len(self.spans) - 1
 
-    driver = Driver(spans=SequenceSpans(record=record, extract=str.upper))
+    def named(self, name):
+        return [span for span in self.spans if span[0] == name]
+
+
+def test_traced_sequences_have_spans_and_their_steps_too():
+    recorded = RecordedSpans()
+    contexts = {TRACEPARENT: "traced"}
+    driver = Driver(spans=SequenceSpans(record=recorded.record, sampled_context=contexts.get))
     traced = new_row(0, PROMPT, [0, 1, 2], traceparent=TRACEPARENT, num_computed_tokens=0)
-    driver.step(new_rows=(traced, new_row(1, [3], [3, 4])), chunk_rows=[0, 1], chunk_lens=[4, 1])
-    assert spans == []
+    other = new_row(1, [3], [3, 4], traceparent="not sampled")
+    driver.step(new_rows=(traced, other), chunk_rows=[0, 1], chunk_lens=[4, 1])
+    assert [span[0] for span in recorded.spans] == ["step"]
     driver.step(num_decodes=1, chunk_rows=[0], chunk_lens=[3])
-    prefill = {"gen_ai.usage.input_tokens": 7, "quire.num_tokens": 7}
-    assert spans == [("prefill", TRACEPARENT.upper(), prefill)]
-    driver.step(num_decodes=2)
+    (prefill,) = recorded.named("prefill")
+    attributes = {"gen_ai.usage.input_tokens": 7, "quire.num_tokens": 7}
+    assert prefill == ("prefill", "traced", attributes, [])
+    chunks = recorded.named("prefill_chunk")
+    assert [(parent, links) for _, parent, _, links in chunks] == [(2, [0]), (2, [1])]
+    assert [attributes["quire.num_tokens"] for _, _, attributes, _ in chunks] == [4, 3]
+    assert [attributes["quire.num_computed_tokens"] for _, _, attributes, _ in chunks] == [0, 4]
+    assert recorded.spans[1][2]["quire.num_seqs"] == 2
+    for _ in range(5):
+        driver.step(num_decodes=2)
     driver.step(released_rows=[0, 1])
-    decode = {
+    steps = [index for index, span in enumerate(recorded.spans) if span[0] == "step"]
+    ids = [recorded.spans[index][2]["quire.step_id"] for index in steps]
+    assert ids == [1, 2, 3, 4, 6], "the chunks, and the 1st, 2nd and 4th decode"
+    assert all(recorded.spans[index][3] == ["traced"] for index in steps)
+    attributes = {
         "gen_ai.usage.input_tokens": 7,
-        "gen_ai.usage.output_tokens": 2,
-        "quire.num_tokens": 2,
+        "gen_ai.usage.output_tokens": 6,
+        "quire.num_tokens": 6,
     }
-    assert spans[1:] == [("decode", TRACEPARENT.upper(), decode)]
+    assert recorded.named("decode") == [("decode", "traced", attributes, steps[2:])]
+
+
+def test_prefill_that_is_cut_off_has_a_span_and_no_decode():
+    recorded = RecordedSpans()
+    driver = Driver(spans=SequenceSpans(record=recorded.record, sampled_context=str.upper))
+    traced = new_row(0, PROMPT, [0, 1], traceparent=TRACEPARENT, num_computed_tokens=0)
+    driver.step(new_rows=(traced,), chunk_rows=[0], chunk_lens=[4])
+    driver.executor.reset()
+    assert [span[0] for span in recorded.spans] == ["step", "prefill", "prefill_chunk"]

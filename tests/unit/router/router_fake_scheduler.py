@@ -9,6 +9,7 @@ import grpc.aio
 
 from quire.v1 import common_pb2, kv_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.packing import pack_int32, pack_uint64
+from rpc.silence import BEAT_S
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -36,6 +37,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._epochs = itertools.count(1)
         self._stream = None
         self._server = None
+        self.lives = asyncio.Event()
+        self.lives.set()
 
     async def start(self):
         self._server = grpc.aio.server()
@@ -48,11 +51,25 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._server.stop(0)
 
     async def Connect(self, request_iterator, context):  # noqa: N802
+        beats = asyncio.create_task(self._beat(context))
+        try:
+            await self._obey(request_iterator, context)
+        finally:
+            beats.cancel()
+
+    async def _beat(self, context):
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.lives.wait()
+            if self._stream is context:
+                await context.write(scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()))
+
+    async def _obey(self, request_iterator, context):
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "hello":
-                    self._stream = context
                     await context.write(self._welcome())
+                    self._stream = context
                     self.routers.put_nowait(request.hello.router_id)
                 case "submit":
                     self.submits.put_nowait(request.submit)

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 
 import aiohttp
 import grpc
 import grpc.aio
 import pytest
+import structlog
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -83,7 +85,7 @@ def settings(model_dir, tmp_path):
     return RouterSettings(
         model=model_dir,
         served_model_name="tiny",
-        scheduler=f"unix:{tmp_path / 's'}",
+        scheduler=(f"unix:{tmp_path / 's'}",),
         uds=tmp_path / "r",
         http_port=0,
         drain_s=5,
@@ -329,8 +331,19 @@ async def test_quota_is_free_again_however_a_request_ends(router):
     await router.submitted(BOB, sampling=small)
 
 
-async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, capfd):
+@pytest.fixture
+def logged(capfd):
+    """Reads all that a router logs; other tests' logs are theirs again afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
     logs.configure("debug", "json", "router")
+    yield capfd.readouterr
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, logged):
     said = [repr(settings)]
     async with running(settings, tmp_path) as router:
         for key in (ALICE, f"{ALICE}-wrong"):
@@ -343,7 +356,7 @@ async def test_no_key_is_in_logs_errors_or_answers(settings, tmp_path, capfd):
         said.append(str(submit))
         async with router.http.get("/metrics") as response:
             said.append(await response.text())
-    out, err = capfd.readouterr()
+    out, err = logged()
     assert "listening" in err
     for key in (OPERATOR, ALICE, BOB):
         assert key not in "".join((*said, out, err))

@@ -8,6 +8,7 @@ import pytest
 from router_fake_scheduler import LENGTH
 
 from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
+from rpc import silence
 from rpc.errors import UnavailableError
 
 
@@ -174,4 +175,33 @@ async def test_a_scheduler_that_breaks_the_contract_is_left_and_tried_again(rout
     await router.scheduler._stream.write(router.scheduler._welcome())  # a second one
     await router.scheduler.routers.get()  # a new stream
     assert await router.scheduler.submits.get() == submit
+    await live.aclose()
+
+
+async def test_not_ready_while_the_scheduler_hangs_and_its_requests_go_on_when_it_does(router):
+    live, submit = await start(router)
+    changed = asyncio.Event()
+    router.health.on_change(changed.set)
+    router.scheduler.lives.clear()
+    await changed.wait()
+    assert not router.health.ready
+    assert "has said nothing" in router.health.status
+    changed.clear()
+    router.scheduler.lives.set()
+    await changed.wait()
+    assert router.health.ready
+    await router.scheduler.step(
+        {submit.first_seq_key: [70]}, finished={submit.first_seq_key: LENGTH}
+    )
+    assert [event async for event in live]
+    assert router.scheduler.submits.empty(), "it was not submitted again"
+
+
+async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
+    monkeypatch.setattr(silence, "LOST_AFTER_S", 2 * silence.TICK_S)
+    live, submit = await start(router)
+    router.scheduler.lives.clear()
+    again = await router.scheduler.submits.get()
+    router.scheduler.lives.set()
+    assert again == submit
     await live.aclose()

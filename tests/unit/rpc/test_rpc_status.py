@@ -145,6 +145,14 @@ async def test_every_error_carries_an_error_info(raising):
     assert dict(info.metadata) == {"retryable": "true"}
 
 
+async def test_who_comes_too_early_is_told_when_to_come_back(raising):
+    seen = await raising(errors.TooBusyError("full", retry_after_s=2.5))
+    assert dict(seen.trailing_metadata())["grpc-retry-pushback-ms"] == "2500"
+    assert status_to_error(seen).retry_after_s == 2.5
+    other = await raising(errors.UnavailableError("starting"))
+    assert "grpc-retry-pushback-ms" not in dict(other.trailing_metadata())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_bug_is_internal_under_an_id_and_keeps_its_secrets(raising, kind):
     bug = ZeroDivisionError("secret")

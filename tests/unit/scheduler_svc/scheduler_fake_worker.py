@@ -74,9 +74,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.received_one = asyncio.Condition()
         self.running = asyncio.Event()
         self.running.set()
+        self.lives = asyncio.Event()
+        self.lives.set()
         self.pause_at = None  # so many answers
         self.has_paused = asyncio.Event()
         self.hold_results_for_batches = 0
+        self.is_leaving = asyncio.Event()
+        self.was_left = asyncio.Event()  # a stream has ended
         self.wrong_results = None
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
@@ -136,6 +140,24 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         ]
         await context.write(worker_pb2.ReadHoldingsResponse(rows=rows))
 
+    async def AwaitDrain(self, request, context):  # noqa: ARG002, N802
+        await self.is_leaving.wait()
+        return worker_pb2.AwaitDrainResponse()
+
+    async def DescribeDevice(self, request, context):  # noqa: N802, ARG002
+        assert request.epoch <= self.epoch, "its scheduler asks, under the epoch that has attached"
+        await self.lives.wait()
+        return worker_pb2.DescribeDeviceResponse(worker=self.info, epoch=self.epoch)
+
+    def hang(self):
+        """As under SIGSTOP, until `go_on`."""
+        self.lives.clear()
+        self.pause()
+
+    def go_on(self):
+        self.lives.set()
+        self.resume()
+
     async def Execute(self, batches, context):  # noqa: N802
         queue = asyncio.Queue()
         reader = asyncio.create_task(self._read(batches, queue))
@@ -152,6 +174,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.pause()
                     self.has_paused.set()
         finally:
+            self.was_left.set()
             reader.cancel()
 
     async def _read(self, batches, queue):

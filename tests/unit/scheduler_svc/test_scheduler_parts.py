@@ -14,13 +14,12 @@ from rpc.errors import InvalidArgumentError, TooBusyError
 from rpc.health import Health
 from rpc.packing import pack_int32, pack_uint64
 from rpc.settings import parse_settings
-from rpc.telemetry import inject
 from scheduler_svc import telemetry
 from scheduler_svc.core.beam_search import BeamParams
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
-from scheduler_svc.core.plan import Admitted, Finished, NewSequence, StepPlan
+from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import DropSource, SubmitRequest
@@ -64,7 +63,7 @@ def make_session(spans):
 
 
 def test_source_that_goes_right_after_a_request_leaves_no_span_behind():
-    spans = telemetry.QueueSpans()
+    spans = telemetry.SequenceSpans()
     session = make_session(spans)
     session.post(SubmitRequest(make_request(source=3, traceparent="00-1-2-01")))
     session.post(DropSource(3))
@@ -270,7 +269,7 @@ class TestSettings:
         ("argv", "problem"),
         [
             (["--workers", "a:1,a:1"], "a:1 twice"),
-            (["--workers", ","], "no worker"),
+            (["--workers", ","], "names none"),
             (["--max-waiting", "0"], "--max-waiting: 0"),
             (["--watermark", "1"], "--watermark: 1"),
             (["--epoch", "0"], "--epoch: 0"),
@@ -283,37 +282,6 @@ class TestSettings:
             parse_settings(SchedulerSettings, "q", argv)
         assert caught.value.code == 2
         assert problem in capsys.readouterr().err
-
-
-class TestQueueSpans:
-    PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-    @pytest.fixture
-    def recorded(self, monkeypatch):
-        spans = []
-        monkeypatch.setattr(telemetry, "record_span", lambda *span: spans.append(span))
-        return spans
-
-    def test_span_covers_the_wait(self, recorded):
-        spans = telemetry.QueueSpans()
-        spans.submitted(make_request(key=2**63, traceparent=self.PARENT))
-        spans.admitted(Admitted(1, 2**63, num_cached_tokens=32, queue_s=1.5))
-        ((name, parent, start_s, end_s, attributes),) = recorded
-        assert name == "queue"
-        assert end_s - start_s == pytest.approx(1.5)
-        assert inject(parent) == self.PARENT
-        assert attributes["quire.num_cached_tokens"] == 32
-
-    def test_untraced_finished_and_dropped_sequences_have_none(self, recorded):
-        spans = telemetry.QueueSpans()
-        spans.submitted(make_request(key=0))
-        spans.submitted(make_request(key=1, traceparent=self.PARENT))
-        spans.submitted(make_request(source=2, key=0, traceparent=self.PARENT))
-        spans.finished(Finished(1, 1, FinishReason.CANCELLED))
-        spans.drop_source(2)
-        for source, key in ((1, 0), (1, 1), (2, 0)):
-            spans.admitted(Admitted(source, key, num_cached_tokens=0, queue_s=0))
-        assert recorded == []
 
 
 def test_metrics_show_each_attached_workers_load():
@@ -420,7 +388,7 @@ def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
 def test_step_that_nobody_gives_up_is_a_liveness_failure(age_s, is_stalled):
     fleet = Fleet(
         streams=RouterStreams(1 << 20),
-        spans=telemetry.QueueSpans(),
+        spans=telemetry.SequenceSpans(),
         health=Health(),
         max_waiting=1,
         step_timeout_s=60.0,

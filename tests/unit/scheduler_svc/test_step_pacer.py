@@ -1,4 +1,4 @@
-"""How much of a long prompt a step may compute, from the steps before it."""
+"""How much of a long prompt a step may compute, and when it is late, from the steps before it."""
 
 import numpy as np
 import pytest
@@ -9,18 +9,20 @@ from scheduler_svc.step_pacer import StepPacer
 NOTHING = np.array([], np.int32)
 
 
+def plan_of(num_prompt_tokens, num_decodes):
+    return StepPlan(
+        StepId(1),
+        *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+        num_decodes,
+        num_decodes + num_prompt_tokens,
+    )
+
+
 def pace(*steps, max_slowdown=1.5) -> int | None:
     """Of steps (prompt tokens, decodes, seconds)."""
     pacer = StepPacer(max_slowdown)
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(
-            StepPlan(
-                StepId(1),
-                *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
-                num_decodes,
-                num_decodes + num_prompt_tokens,
-            )
-        )
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
         pacer.answered(execute_s)
     return pacer.max_paced_tokens
 
@@ -56,3 +58,32 @@ def test_a_long_prompt_always_goes_on():
 
 def test_no_bound_if_none_is_wanted():
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=float("inf")) is None
+
+
+def late_after_s(*steps, in_flight):
+    """After steps (prompt tokens, decodes, seconds), with others (prompt tokens, decodes) going."""
+    pacer = StepPacer(1.5)
+    for num_prompt_tokens, num_decodes, execute_s in steps:
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
+        pacer.answered(execute_s)
+    for num_prompt_tokens, num_decodes in in_flight:
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
+    return pacer.is_late_after_s
+
+
+def test_steps_are_late_after_ten_times_what_they_take():
+    known = [(0, 8, 0.1), (100, 0, 1.0)]
+    assert late_after_s(*known, in_flight=[(400, 0), (100, 8)]) == pytest.approx(51)
+    assert late_after_s(*known, in_flight=[(0, 8)]) == 1.5, "no less: a process may be starved"
+
+
+def test_nobody_can_say_when_a_step_of_an_unknown_kind_is_late():
+    assert late_after_s(in_flight=[(10, 0)]) is None
+    assert late_after_s((100, 0, 1.0), in_flight=[(0, 8)]) is None
+    assert late_after_s((0, 8, 1.0), in_flight=[(10, 0)]) is None
+
+
+def test_a_step_that_computes_nothing_may_wait_as_long_as_it_is_alone():
+    known = [(0, 8, 0.1)]
+    assert late_after_s(*known, in_flight=[(0, 0)]) is None
+    assert late_after_s(*known, in_flight=[(0, 0), (0, 8)]) == 1.5

@@ -1,0 +1,102 @@
+"""A real Prometheus scrapes a live service, and answers all that dashboard and alerts ask."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from docs.generate import metrics
+from quire.cli.layout import SHIPPED_MODEL
+from tests.e2e.child import eventually
+from tests.e2e.generation import generate_request, read
+from tests.e2e.service import Service
+from tests.observe.expressions import alerts, of_dashboard
+from tests.observe.prometheus import PROMETHEUS, Prometheus
+
+pytestmark = pytest.mark.skipif(
+    PROMETHEUS is None, reason="no prometheus: apt-get install prometheus"
+)
+
+SILENT = {
+    *("Errors and refusals: ended with an error", "Errors and refusals: refused {{code}}"),
+    *("Lower tiers in use: disk {{worker}}", "Dropped for their deadline: {{stage}}"),
+    *("Waiting by tenant: {{tenant}}",),
+}
+"""What a service that is well, and has no disk tier, has nothing to say of."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    worker = ["--num-blocks=12", "--block-size=16", "--host-kv-memory-gb=0.01"]
+    with Service(
+        tmp_path_factory.mktemp("service"),
+        SHIPPED_MODEL,
+        worker=worker,
+        scheduler=["--preemption-mode=swap"],
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    targets = {
+        "router": service.router.http,
+        "scheduler": service.scheduler.http,
+        "worker": service.worker.http,
+    }
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), targets) as prometheus:
+        yield prometheus
+
+
+@pytest.fixture(scope="module")
+def loaded(service: Service, prometheus: Prometheus) -> Prometheus:
+    """After requests that did not fit beside each other, between two scrapes."""
+    prometheus.wait_for('count(up{job="quire"} == 1) == 3')
+    requests = [
+        generate_request([i, *range(20, 59)], max_tokens=80, ignore_eos=True) for i in range(3)
+    ]
+    for stream in [service.stub.Generate(request) for request in requests]:
+        read(stream)
+    prometheus.wait_for('quire_request_success_total{finished_reason="length"} == 3')
+    prometheus.wait_for("rate(quire_worker_sampled_tokens_total[1m]) > 0")
+    prometheus.wait_for("rate(quire_steps_total[1m]) > 0")
+    prometheus.wait_for("rate(quire_request_success_total[1m])")  # two samples of what was not
+    return prometheus
+
+
+@pytest.fixture(scope="module")
+def shown(loaded: Prometheus) -> dict[str, list]:
+    """What each panel shows then, by its name."""
+    return {name: loaded.query(expression) for name, expression in of_dashboard().items()}
+
+
+@pytest.mark.parametrize("name", of_dashboard())
+def test_panel_shows_something(shown: dict[str, list], name: str):
+    assert shown[name] or name in SILENT
+
+
+def test_rules_are_evaluated_without_an_error(loaded: Prometheus):
+    def evaluated() -> list[dict] | None:
+        rules = loaded.get("rules")["groups"][0]["rules"]
+        return rules if all(rule["health"] != "unknown" for rule in rules) else None
+
+    rules = eventually(evaluated, "all rules were evaluated")
+    assert {rule["name"] for rule in rules} == alerts().keys()
+    assert {rule["health"] for rule in rules} == {"ok"}
+
+
+def test_nothing_is_scraped_that_the_reference_does_not_name(loaded: Prometheus):
+    kinds = metrics.kinds()
+    names = set(loaded.get("label/__name__/values"))
+    for name in (name for name in names if name.startswith("quire_")):
+        base = name
+        for suffix in ("_bucket", "_sum", "_count", "_created"):
+            base = base.removesuffix(suffix)
+        assert {name, base, f"{base}_total"} & kinds.keys(), name
+
+
+def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: Service):
+    assert shown
+    service.worker.kill()
+    loaded.wait_for('ALERTS{alertname="QuireWorkerLost",alertstate="pending"}')
+    service.start_worker()
+    loaded.wait_for("quire_worker_attached == 1", 60)
