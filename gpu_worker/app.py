@@ -72,7 +72,8 @@ async def run_worker(
             health=health,
             services=[service.service()],
             on_started=start,
-            on_drain=service.drain,
+            num_live=lambda: service.num_live_seqs,
+            on_drain=lambda: service.drain(settings.drain_s / 2),
             stop=stop,
         )
     finally:

@@ -7,19 +7,24 @@ a launched step is done. One thread calls everything here.
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 import torch
 
+from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
+from gpu_worker.busy_clock import BusyClock
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.drafter import Drafter
+from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
-from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.input_batch import build_input_batch
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
@@ -36,9 +41,12 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
+from gpu_worker.step_parts import TokenLimit, halves, merged
 from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.upload import upload
 from rpc import timeline
+
+_log = structlog.get_logger()
 
 
 class Decoder(Protocol):
@@ -72,8 +80,8 @@ class LaunchedStep:
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
-    prompt_scores: PromptScores | None
-    """None if no prompt is scored."""
+    prompt_scores: tuple[PromptScores, ...]
+    """Empty if no prompt is scored."""
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
@@ -89,8 +97,9 @@ class LaunchedStep:
         if self.disk_pool is not None:
             is_waiting = self.disk_pool.is_busy(self.step_id)
             return not is_waiting or self.disk_pool.has_news(self.step_id)
-        on_their_way = (self.readback, self.prompt_scores)
-        return all(part is None or part.is_done() for part in on_their_way)
+        if self.readback is not None and not self.readback.is_done():
+            return False
+        return all(scores.is_done() for scores in self.prompt_scores)
 
 
 class Executor:
@@ -132,6 +141,19 @@ class Executor:
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
         )
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+        self._busy = BusyClock(device)
+        self._token_limit = TokenLimit()
+
+    @torch.inference_mode()
+    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Let steps of decodes alone replay graphs from now on; called before the first step.
+
+        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
+        """
+        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs.capture(backend, report)
+        self._graphs = graphs
 
     @property
     def max_in_flight(self) -> int:
@@ -207,6 +229,7 @@ class Executor:
             with timeline.span("draft"):
                 scheduled = self._speculation.extend(step, scheduled)
         self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
+        self._busy.begin()
         with timeline.span("move blocks"):
             failed_swap_ins = self._swap(step)
             self.labels.fail_swap_ins(step, failed_swap_ins)
@@ -214,27 +237,15 @@ class Executor:
                 blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
                 src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
                 self._pool.copy(src, dst)
-        readback = prompt_scores = None
+        readback: Readback | None = None
+        prompt_scores: tuple[PromptScores, ...] = ()
         if len(scheduled.rows):
-            with timeline.span("gather the inputs"):
-                batch = build_input_batch(
-                    self.rows,
-                    scheduled,
-                    self._last_token_ids,
-                    self._limits.block_size,
-                    is_all_known=self._speculation is not None,
-                )
-            with timeline.span("forward"):
-                hidden = self._model.forward(
-                    batch.token_ids, batch.positions, self._pool, batch.metadata
-                )
-            if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
-                prompt_scores = score_prompts(
-                    hidden, self.rows, scheduled, self._sampler.table, self._model.logits
-                )
-            if len(scheduled.sampling):
-                readback = Readback(self._sample(hidden, batch, scheduled))
+            sampled, prompt_scores = self._compute(scheduled)
+            self._token_limit.note_step()
+            if sampled:
+                readback = Readback(merged(sampled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
+        self._busy.end()
         disk_pool = None
         if self._disk_pool is not None and not len(scheduled.rows):
             disk_pool = self._disk_pool
@@ -246,6 +257,7 @@ class Executor:
         """Wait for a launched step and say what it produced; in the order of launching."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
+        metrics.DEVICE_BUSY_SECONDS.inc(self._busy.take_s())
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
         # On CUDA a row's end may have become known after this step was launched.
@@ -287,7 +299,9 @@ class Executor:
             loaded_host_block_ids=disk.loaded,
             failed_host_block_ids=disk.failed_loads,
             logprobs=_of_sampled(sampled.logprobs, has_sampled),
-            prompt_logprobs=() if launched.prompt_scores is None else launched.prompt_scores.wait(),
+            prompt_logprobs=tuple(
+                logprobs for scores in launched.prompt_scores for logprobs in scores.wait()
+            ),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,
         )
@@ -335,10 +349,80 @@ class Executor:
         for new in step.new_rows:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
-    def _sample(self, hidden: torch.Tensor, batch: InputBatch, scheduled: ScheduledRows) -> Sampled:
-        """Draw a token for each row that samples; the next step finds it on the device."""
+    def _compute(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """Compute and sample; in parts, one after another, if the device has no memory for all."""
+        is_replayed = self._graphs is not None and self._graphs.takes(scheduled)
+        if is_replayed or self._token_limit.allows(scheduled.num_tokens):
+            try:
+                return self._compute_at_once(scheduled)
+            except torch.OutOfMemoryError as error:
+                # Ranks meet in a step: they would have to cut it alike.
+                if self._ranks is not None or halves(scheduled) is None:
+                    raise
+                _log.warning(
+                    "no memory for a step: computing it in parts",
+                    num_tokens=scheduled.num_tokens,
+                    error=str(error),
+                )
+            metrics.OUT_OF_MEMORY.inc()
+            self._token_limit.shrink(scheduled.num_tokens)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if (parts := halves(scheduled)) is None:
+            return self._compute_at_once(scheduled)
+        sampled: list[Sampled] = []
+        scores: list[PromptScores] = []
+        for part in parts:
+            part_sampled, part_scores = self._compute(part)
+            sampled += part_sampled
+            scores += part_scores
+        return tuple(sampled), tuple(scores)
+
+    def _compute_at_once(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        prompt_scores = None
+        if self._graphs is not None and self._graphs.takes(scheduled):
+            with timeline.span("replay"):
+                hidden, sampling_rows = self._graphs.replay(self.rows, scheduled)
+        else:
+            hidden, sampling_rows, prompt_scores = self._forward(scheduled)
+        scores = () if prompt_scores is None else (prompt_scores,)
+        if not len(scheduled.sampling):
+            return (), scores
+        return (self._sample(hidden, sampling_rows, scheduled),), scores
+
+    def _forward(
+        self, scheduled: ScheduledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
+        with timeline.span("gather the inputs"):
+            batch = build_input_batch(
+                self.rows,
+                scheduled,
+                self._last_token_ids,
+                self._limits.block_size,
+                is_all_known=self._speculation is not None,
+            )
+        with timeline.span("forward"):
+            hidden = self._model.forward(
+                batch.token_ids, batch.positions, self._pool, batch.metadata
+            )
+        prompt_scores = None
+        if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
+            prompt_scores = score_prompts(
+                hidden, self.rows, scheduled, self._sampler.table, self._model.logits
+            )
         if batch.logits_indices is not None:
             hidden = hidden.index_select(0, batch.logits_indices)
+        return hidden, batch.sampling_rows, prompt_scores
+
+    def _sample(
+        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
+    ) -> Sampled:
+        """Draw a token for each row that samples; the next step finds it on the device."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
         num_outputs = positions - self.rows.num_prompt[rows]
         with timeline.span("logits"):
@@ -346,7 +430,7 @@ class Executor:
         with timeline.span("sample"):
             sampled = self._sampler.sample(logits, rows, positions, num_outputs)
         if self._speculation is None:
-            self._last_token_ids.index_copy_(0, batch.sampling_rows, sampled.token_ids)
+            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
         return sampled
 
 

@@ -3,14 +3,16 @@
 Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of it in the host: Y,
 or fewer if a codec makes it smaller.
 
-On CUDA the copies run on two streams of their own, one for each direction, and the stream that
-computes waits for what it must: in its step for swap-outs, whose device blocks it may overwrite,
-and one step later for swap-ins. On a CPU they are done when the call returns.
+On CUDA the copies run on two streams of their own, one for each direction (`copy_streams.py`), and
+the stream that computes waits for what it must. It may overwrite the blocks that are swapped out:
+so it gathers them first, beside the pool, where they wait for the link; and only if there are too
+many for that it waits itself. For swap-ins it waits one step later. On a CPU all copies are done
+when the call returns.
 """
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,19 @@ import torch
 from isal import isal_zlib
 
 from gpu_worker import metrics
+from gpu_worker.copy_streams import CopyStreams
+from gpu_worker.pinned_memory import pinned_bytes
 from gpu_worker.quantized_codec import QuantizedCodec
 from gpu_worker.step import Int32Array
 from gpu_worker.transfer_meter import TransferMeter
+from gpu_worker.upload import upload
+from kernels import ops
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
 """How much is encoded or decoded at once, by device: several times as much lies beside the pools
 meanwhile, on a CPU best in its caches."""
+STAGING_BYTES = 64 * 1024**2
+"""On a GPU, for what is on its way to the host: about a millisecond of the link."""
 
 
 class HostPool:
@@ -41,6 +49,7 @@ class HostPool:
         *,
         codec: QuantizedCodec | None = None,
         has_checksums: bool = False,
+        streams: CopyStreams | None = None,
     ) -> None:
         """Allocate it.
 
@@ -49,21 +58,29 @@ class HostPool:
             num_blocks: Host blocks.
             codec: How the host holds them; None: as the device does, bit for bit.
             has_checksums: Whether a swap-in of a block that has changed since its swap-out fails.
+            streams: What orders the copies; None: what the device needs.
         """
         self.num_blocks = num_blocks
         self._codec = codec
         self._device_blocks = device_blocks
         block_bytes = device_blocks.shape[1]
         self._max_coded = max(1, _CODED_BYTES[device_blocks.device.type] // block_bytes)
-        self._host_blocks = torch.zeros(  # [BH, E]
-            num_blocks,
-            block_bytes if codec is None else codec.record_bytes,
-            dtype=torch.uint8,
-            pin_memory=device_blocks.is_cuda,
-        )
+        record_bytes = block_bytes if codec is None else codec.record_bytes
+        if device_blocks.is_cuda and num_blocks:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            pinned = pinned_bytes(num_blocks * record_bytes, runtime)
+            self._host_blocks = pinned.view(num_blocks, record_bytes)  # [BH, E]
+        else:
+            self._host_blocks = torch.zeros(num_blocks, record_bytes, dtype=torch.uint8)
+        self._streams = streams
+        if streams is None and device_blocks.is_cuda:
+            self._streams = CopyStreams(device_blocks.device)
+        self._staging: torch.Tensor | None = None  # [*, Y]
+        if self._streams is not None and codec is None:
+            num_staged = min(num_blocks, STAGING_BYTES // block_bytes)
+            self._staging = device_blocks.new_empty(num_staged, block_bytes)
         self._checksums: dict[int, int] | None = {} if has_checksums else None
         self._is_loading = False
-        self._streams = _Streams(device_blocks.device) if device_blocks.is_cuda else None
         self._meter = TransferMeter(is_cuda=device_blocks.is_cuda)
 
     @property
@@ -91,11 +108,14 @@ class HostPool:
             src: int32[N] device blocks.
             dst: int32[N] host blocks, parallel to `src`, each at most once.
         """
-        with self._storing(), self._meter.measure("out", self._held_bytes(src)):
-            if self._codec is None:
-                _copy_runs(self._device_blocks, src, self._host_blocks, dst)
-            else:
-                self._encode(self._codec, src, dst)
+        if self._staging is not None and len(src) <= len(self._staging):
+            self._store_staged(src, dst, self._staging[: len(src)])
+        else:
+            with self._storing(), self._meter.measure("out", self._held_bytes(src)):
+                if self._codec is None:
+                    _copy_runs(self._device_blocks, src, self._host_blocks, dst)
+                else:
+                    self._encode(self._codec, src, dst)
         self._remember(dst)
 
     def swap_in(self, src: Int32Array, dst: Int32Array) -> Int32Array:
@@ -147,8 +167,20 @@ class HostPool:
     def synchronize(self) -> None:
         """Wait until all copies are done."""
         if self._streams is not None:
-            self._streams.store.synchronize()
-            self._streams.load.synchronize()
+            self._streams.synchronize()
+
+    def _store_staged(self, src: Int32Array, dst: Int32Array, staging: torch.Tensor) -> None:
+        """Gather the blocks, and store them from there while the device goes on."""
+        assert self._streams is not None, "it has staging"
+        self._streams.begin_staging()
+        order = np.argsort(dst)  # so that runs are those of the host's blocks alone
+        ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
+        with (
+            self._streams.storing_staged(),
+            self._meter.measure("out", self._held_bytes(dst)),
+        ):
+            numbers = np.arange(len(dst), dtype=np.int32)
+            _copy_runs(staging, numbers, self._host_blocks, dst[order])
 
     def _encode(self, codec: QuantizedCodec, src: Int32Array, dst: Int32Array) -> None:
         start_s = time.perf_counter()
@@ -182,7 +214,8 @@ class HostPool:
         metrics.count_coded("host", codec.name, direction, *sizes, seconds)
 
     def _on_device(self, blocks: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(blocks.astype(np.int64)).to(self._device_blocks.device)
+        (on_device,) = upload([blocks.astype(np.int64)], self._device_blocks.device)
+        return on_device
 
     def _held_bytes(self, blocks: Int32Array) -> int:
         return len(blocks) * self._host_blocks.shape[1]
@@ -202,44 +235,10 @@ class HostPool:
     def _await_stores(self) -> None:
         """Wait until the host's memory holds what was swapped out."""
         if self._streams is not None:
-            self._streams.store.synchronize()
+            self._streams.await_stores()
 
     def _checksum(self, block: int) -> int:
         return isal_zlib.crc32(self._host_blocks[block].numpy())  # 6 x as fast as zlib's
-
-
-class _Streams:
-    """The order between computing, storing and loading on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.store = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.load = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """Copies made within come after everything launched before, and before all that follows.
-
-        What follows may overwrite the device blocks.
-        """
-        computing = torch.cuda.current_stream()
-        self.store.wait_stream(computing)
-        with torch.cuda.stream(self.store):
-            yield
-        computing.wait_stream(self.store)
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Copies made within come after everything launched before, and before `end_loading`.
-
-        So they come after the stores of earlier steps, which computation has waited for.
-        """
-        self.load.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.load):
-            yield
-
-    def end_loading(self) -> None:
-        """Let everything launched from here on come after the loads."""
-        torch.cuda.current_stream().wait_stream(self.load)
 
 
 def _copy_runs(

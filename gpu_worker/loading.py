@@ -8,6 +8,7 @@ import torch
 
 from gpu_worker import memory, metrics
 from gpu_worker.device import device_name
+from gpu_worker.device_memory import CudaDriver, MemoryMonitor
 from gpu_worker.executor import Executor
 from gpu_worker.model_part import load_part
 from gpu_worker.parallel.group import Member
@@ -95,6 +96,8 @@ def load(
             max_model_len=limits.max_model_len,
             kv_tokens=limits.num_blocks * limits.block_size,
         )
+    if loaded.device.type == "cuda":
+        MemoryMonitor(CudaDriver(loaded.device)).start()
     executor = loaded.executor
     return info, StepLoop(
         executor if leader is None else LeadingExecutor(executor, leader), event_loop

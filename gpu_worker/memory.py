@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from gpu_worker.executor import Decoder, Executor
+from gpu_worker.graphs import DecodeGraphs
+from gpu_worker.host_pool import STAGING_BYTES
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes
 from gpu_worker.kv_pool import KvPool
@@ -81,17 +83,21 @@ def free_gpu_kv_bytes(
     device: torch.device,
     utilization: float,
     ranks: Ranks | None = None,
+    *,
+    has_graphs: bool,
 ) -> int:
     """KV memory on a GPU: its share of the memory, less what the largest step takes beside it.
 
     Runs that step, with all `ranks` if the model is on several. `limits.num_blocks` is not looked
-    at.
+    at. With `has_graphs` it leaves room for them, too: theirs no other step can use.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
+    if has_graphs:
+        profiled += _run_largest_graph(model, config, limits, dtypes, device)
     free, total = torch.cuda.mem_get_info(device)
     # What is neither free nor torch's is the driver's, the libraries' and other processes'.
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - others - profiled
+    return int(total * utilization) - others - profiled - STAGING_BYTES
 
 
 def _run_largest_step(
@@ -113,6 +119,22 @@ def _run_largest_step(
     del pool
     torch.cuda.empty_cache()
     return peak
+
+
+def _run_largest_graph(
+    model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
+) -> int:
+    """Bytes that the graphs hold: what their largest takes, since all of them share it."""
+    pool = KvPool(config, 1, limits.block_size, dtypes, device)
+    last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode():
+        DecodeGraphs(model.forward, pool, limits, last_token_ids).rehearse()
+    peak = torch.cuda.max_memory_allocated(device)
+    del pool
+    torch.cuda.empty_cache()
+    return peak - before
 
 
 def largest_step(limits: Limits) -> StepInput:

@@ -7,6 +7,14 @@ STEP_SECONDS = Histogram(
     "Time from taking a step up to having its result.",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
 )
+DEVICE_BUSY_SECONDS = Counter(
+    "quire_worker_device_busy_seconds",
+    "Time that the device worked on steps, by its own clock; the rest of the wall clock it idled.",
+)
+OUT_OF_MEMORY = Counter(
+    "quire_worker_out_of_memory",
+    "Steps, or parts of them, that the device had no memory for, and that were computed in parts.",
+)
 COMPUTED_TOKENS = Counter("quire_worker_computed_tokens", "Tokens that went through the model.")
 SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and reported.")
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")
@@ -22,6 +30,19 @@ SPEC_DECODE_DRAFT_TOKENS = Counter(
 SPEC_DECODE_ACCEPTED_TOKENS = Counter(
     "quire_worker_spec_decode_num_accepted_tokens",
     "Guessed tokens that were right; divided by all guessed ones it is the acceptance rate.",
+)
+DEVICE_MEMORY_BYTES = Gauge(
+    "quire_worker_device_memory_bytes",
+    "A GPU's memory: total and free by its driver, reserved and allocated by torch's allocator.",
+    ["kind"],
+)
+DEVICE_MEMORY_FRAGMENTATION = Gauge(
+    "quire_worker_device_memory_fragmentation",
+    "Share of what torch's allocator has reserved that is free between tensors.",
+)
+DEVICE_MEMORY_LEVEL = Gauge(
+    "quire_worker_device_memory_level",
+    "0: enough; 1: less than 3 % of a GPU's memory can still be had; 2: less than 1 %.",
 )
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",

@@ -1,5 +1,6 @@
 """Loads what one process holds of a model: its weights, its KV memory, what executes its steps."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,10 +9,12 @@ import structlog
 import torch
 
 from gpu_worker import memory, rates
+from gpu_worker.cuda_graphs import CudaGraphs
 from gpu_worker.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafter import Drafter
 from gpu_worker.executor import Decoder, Executor
+from gpu_worker.graphs import GraphBackend
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.kv_pool import KvPool
@@ -80,7 +83,12 @@ def load_part(
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     quantization = Quantization(settings.quantization) if settings.quantization else None
-    source = open_model(settings.model, settings.model_class, quantization, place)
+    is_dummy = settings.load_format == "dummy"
+    if is_dummy:
+        _log.warning("load-format is dummy: weights are random, and what the model says nonsense")
+    source = open_model(
+        settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
+    )
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
@@ -126,6 +134,8 @@ def load_part(
         ranks=ranks,
         drafter=_drafter(settings, limits, draft_model),
     )
+    if _has_graphs(settings, device):
+        _capture_graphs(executor, CudaGraphs(device), report)
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
@@ -169,6 +179,32 @@ def _structured_output(
     except (OSError, ValueError) as error:
         _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
         return None
+
+
+def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
+    """Whether decode steps are to replay graphs.
+
+    Not on several devices: they meet within a step, of which all must make the same. And not where
+    tokens are guessed: sequences then have more than one in most steps.
+    """
+    if settings.num_ranks > 1 or settings.speculative is not None:
+        return False
+    return device.type == "cuda" and not settings.enforce_eager
+
+
+def _capture_graphs(
+    executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
+) -> None:
+    """Let decode steps replay graphs; where that fails a warning says why, and they do not."""
+    start_s = time.monotonic()
+    try:
+        executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
+    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+        report("going on without CUDA graphs", None)  # raises, if that is what has failed
+        _log.warning("decode steps run without CUDA graphs", exc_info=error)
+    else:
+        _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
+    torch.cuda.empty_cache()  # what the runs before the captures took
 
 
 def _measure(
@@ -261,7 +297,14 @@ def _num_blocks(
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)
     elif device.type == "cuda":
         num_bytes = memory.free_gpu_kv_bytes(
-            model, config, limits, dtypes, device, settings.gpu_memory_utilization, ranks
+            model,
+            config,
+            limits,
+            dtypes,
+            device,
+            settings.gpu_memory_utilization,
+            ranks,
+            has_graphs=_has_graphs(settings, device),
         )
     else:
         num_bytes = memory.free_cpu_kv_bytes()

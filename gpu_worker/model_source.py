@@ -23,7 +23,7 @@ from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.stored_format import read_stored_format
-from gpu_worker.weights import Weights, load_weights
+from gpu_worker.weights import Weights, draw_weights, load_weights
 
 _TRANSFORMERS: Final = "transformers"
 
@@ -89,6 +89,8 @@ class _CheckpointSource:
         family: _Family,
         quantization: Quantization | None,
         place: Place,
+        *,
+        is_dummy: bool,
     ) -> None:
         self.config = self.local_config = family.read_config(fields)
         if family.split_config is not None:
@@ -102,6 +104,7 @@ class _CheckpointSource:
                 f"is set, and quantization is {quantization.value}; weights that are quantized"
                 " already are taken as they are: leave it out",
             )
+        self._is_dummy = is_dummy
         self._quantization = quantization
         self._directory = directory
         self._family = family
@@ -118,10 +121,16 @@ class _CheckpointSource:
                 f"quantization is {self._quantization.value}; the device is {device}, and it is"
                 " supported on cpu alone"
             )
+
+        def build(weights: Weights) -> Decoder:
+            return self._family.build(self.config, weights)
+
+        if self._is_dummy:
+            return draw_weights(build, dtype, device, self._quantization, ranks)
         return load_weights(
             self._directory,
             self.config.architecture,
-            lambda weights: self._family.build(self.config, weights),
+            build,
             dtype,
             device,
             progress,
@@ -136,6 +145,8 @@ def open_model(
     model_class: str = "",
     quantization: Quantization | None = None,
     place: Place = Place(),  # noqa: B008 - it never changes
+    *,
+    is_dummy: bool = False,
 ) -> ModelSource:
     """Find what runs the model of a directory, and read its config.
 
@@ -144,6 +155,7 @@ def open_model(
         model_class: as the setting of that name.
         quantization: how the weights are to be kept; None: as the dtype says.
         place: which part of the model is to be loaded.
+        is_dummy: whether its weights are drawn at random instead of read.
 
     Raises:
         ModelError: a file or field is missing, malformed, or asks for what is not supported, or
@@ -151,12 +163,17 @@ def open_model(
     """
     fields = read_json(directory / "config.json")
     if model_class and model_class != _TRANSFORMERS:
-        return _CheckpointSource(
-            directory, fields, _import_family(model_class), quantization, place
-        )
+        family = _import_family(model_class)
+        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
     architecture = read_architecture(fields)
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
-        return _CheckpointSource(directory, fields, _NATIVE[architecture], quantization, place)
+        family = _NATIVE[architecture]
+        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
+    if is_dummy:
+        raise ModelError(
+            f"load-format is dummy; {architecture} is run by transformers' model, and it is"
+            f" supported for {', '.join(_NATIVE)}"
+        )
     if fields.get("quantization_config") is not None:
         raise fields.error(
             "quantization_config",

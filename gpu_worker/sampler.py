@@ -132,12 +132,12 @@ class Sampler:
         if len(drawn):
             draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
             draw_tokens(logits, token_ids, drawn, rows[drawn], positions[drawn])
-        if slots is not None:
-            (index,) = upload([penalized], self._device)
-            self._counts.record(slots, token_ids.index_select(0, index))
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
+        if slots is not None:  # last: what fails for want of memory is called again
+            (index,) = upload([penalized], self._device)
+            self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
 
     def follow(

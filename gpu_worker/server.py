@@ -1,6 +1,7 @@
 """The gRPC face of a worker: epochs, attachments, and the stream of steps."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,6 +98,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._steps: Steps | None = None
         self._attachment: _Attachment | None = None
         self._executions: set[_Execution] = set()
+        self._is_leaving = asyncio.Event()
+        """It is about to end, and may be left."""
+        self._num_told = 0
+        """Calls that wait to hear that."""
         self._is_draining = False
         self._heard_s = 0.0
         """When the scheduler was heard of last, by the event loop's clock."""
@@ -105,8 +110,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """The model is there: serve it."""
         self._info, self._steps = info, steps
 
-    async def drain(self) -> None:
-        """Refuse new steps, and wait until each stream has ended after the results it owes."""
+    @property
+    def num_live_seqs(self) -> int:
+        """Rows that hold a sequence, while a scheduler is there."""
+        return self._steps.num_rows_used if self._steps is not None and self._executions else 0
+
+    async def drain(self, hand_over_s: float) -> None:
+        """Refuse new steps, and wait until each stream has ended after the results it owes.
+
+        Before that, a scheduler that wants to know has `hand_over_s` to end its stream itself.
+        """
+        executions = tuple(self._executions)
+        if self._num_told:
+            self._is_leaving.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(hand_over_s):
+                    await asyncio.gather(*(each.ended.wait() for each in executions))
         self._is_draining = True
         executions = tuple(self._executions)
         for execution in executions:
@@ -130,6 +149,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
         del context
         info, steps = self._loaded()
+        if self._is_leaving.is_set():
+            raise UnavailableError("the worker is draining")
         before = self._attachment
         if request.epoch == 0:
             raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
@@ -250,6 +271,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             tls=self._tls,
         )
         return worker_pb2.PullKvResponse()
+
+    async def AwaitDrain(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.AwaitDrainResponse:
+        """Wait until this worker is about to end."""
+        del request, context
+        self._num_told += 1
+        try:
+            await self._is_leaving.wait()
+        finally:
+            self._num_told -= 1
+        return worker_pb2.AwaitDrainResponse()
 
     async def _read(
         self, batches: AsyncIterator[worker_pb2.StepBatch], execution: _Execution

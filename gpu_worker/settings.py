@@ -37,6 +37,9 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format of weights and activations; auto is the checkpoint's, where the device is fast
     in it, else float32."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: weights are drawn at random on the device and no file of them is read, to measure
+    speed; the model then talks nonsense. auto: they are read."""
     quantization: Literal["int8", "int4"] | None = None
     """Integers that weights of linear maps are rounded to when they are read, for less memory and
     faster decoding; on a CPU, and for implementations of our own or of yours. int8: a scale for
@@ -91,6 +94,10 @@ class WorkerSettings(ProcessSettings):
     """Fewest last tokens that must have occurred before for a guess by ngram."""
     ngram_max: PositiveInt = 4
     """Most last tokens that are looked for; the longest that are found count."""
+    enforce_eager: bool = False
+    """Whether a GPU's decode steps run without CUDA graphs, which are captured at the start by
+    batch size: slower where a model is small, but the start is shorter. A model that cannot be
+    captured, is on several devices or guesses (--speculative) runs without in any case."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one for each
     physical core this process may use."""

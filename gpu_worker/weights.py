@@ -5,7 +5,7 @@ Symbols: `N` output features of a linear map, `K` its input features.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,8 @@ MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
+_DUMMY_STD = 0.02
+"""As models are initialized: activations stay in range."""
 
 
 class Weights:
@@ -267,6 +269,41 @@ def load_weights(
     if weights.packed is not None:
         weights.packed.log()
     return model
+
+
+class _EveryName(AbstractSet[str]):
+    """A checkpoint that has whatever is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def draw_weights(
+    build: Callable[[Weights], ModelT],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    ranks: Ranks | None = None,
+) -> ModelT:
+    """Build a model of random weights, drawn on the device; as `load_weights`, without its files.
+
+    A tensor of one dimension, such as a norm's, is filled with ones.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def fill(piece: Piece, out: torch.Tensor) -> None:
+        if len(piece.shape) == 1:
+            out.fill_(1)
+        else:
+            out.normal_(std=_DUMMY_STD, generator=generator)
+
+    return build(Weights(_EveryName(), dtype, device, fill, quantization, ranks))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,10 +16,13 @@ from router.authentication import KeyInterceptor, key_middleware
 from router.inference import Inference
 from router.kserve import face as kserve_face
 from router.openai import face as openai_face
-from router.scheduler_client import SchedulerClient
+from router.scheduler_link import LinkConfig
+from router.schedulers import Schedulers
 from router.settings import RouterSettings
+from router.tenancy import check_operator
 from router.tokenizer import load_tokenizer
 from router.ui.face import Ui
+from rpc.discovery import Discovery
 from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.server import Addresses, serve
@@ -42,19 +45,21 @@ async def run_router(
     health = Health()
     health.set_starting("reading the tokenizer")
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
-    scheduler = SchedulerClient(
-        settings.scheduler,
-        router_id=f"{socket.gethostname()}:{os.getpid()}",
+    schedulers = Schedulers(
+        Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
+        LinkConfig(
+            router_id=f"{socket.gethostname()}:{os.getpid()}",
+            max_message_mb=settings.max_message_mb,
+            tls=settings.client_tls,
+        ),
         num_token_ids=len(tokenizer.table.pieces),
         health=health,
-        max_message_mb=settings.max_message_mb,
-        tls=settings.client_tls,
     )
     api_keys = settings.read_api_keys()
     inference = Inference(
         settings.model_name,
         tokenizer,
-        scheduler,
+        schedulers,
         max_live_requests=settings.max_live_requests,
         tokenizer_threads=settings.tokenizer_threads,
         api_keys=api_keys,
@@ -79,7 +84,7 @@ async def run_router(
     http.add_routes(openai_face.routes(inference, max_body_bytes=settings.max_body_mb * _MIB))
     if ui is not None:
         http.add_routes(ui.routes())
-    client = asyncio.create_task(scheduler.run(), name="scheduler client")
+    client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
     try:
         await serve(
@@ -93,6 +98,8 @@ async def run_router(
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
             on_started=on_started,
             on_drain=inference.drain,
+            num_live=lambda: inference.num_live,
+            check_operator=None if api_keys is None else check_operator,
             stop=stop,
         )
     finally:

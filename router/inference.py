@@ -29,9 +29,9 @@ from router.domain import (
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
 from router.quotas import Lease, Quotas
-from router.scheduler_client import SchedulerClient
 from router.scheduler_news import Resumption
 from router.scheduler_wire import resume_record_of
+from router.schedulers import Schedulers
 from router.stop_strings import StopMatcher, StopPattern
 from router.structured_output import to_grammar
 from router.tenancy import check_operator, claim, tenant_of_caller
@@ -79,7 +79,7 @@ class Inference:
         self,
         model_name: str,
         tokenizer: Tokenizer,
-        scheduler: SchedulerClient,
+        schedulers: Schedulers,
         *,
         max_live_requests: int,
         tokenizer_threads: int,
@@ -95,7 +95,7 @@ class Inference:
         self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
         self._model_name = model_name
         self._tokenizer = tokenizer
-        self._scheduler = scheduler
+        self._schedulers = schedulers
         self._max_live_requests = max_live_requests
         self._prompts = TextThreads(
             "prompt", num_threads=tokenizer_threads, max_pending=max_live_requests
@@ -167,7 +167,7 @@ class Inference:
         )
         record = ReplayRecord(
             request_id=request_id,
-            first_seq_key=self._scheduler.reserve_seq_keys(request.n),
+            first_seq_key=self._schedulers.reserve_seq_keys(request.n),
             prompt_token_ids=prompt,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -185,7 +185,7 @@ class Inference:
         live = self._start(record, request.n, terms, patterns, model, lease)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
-        self._scheduler.submit(live)
+        self._schedulers.submit(live)
         return live
 
     def _start(
@@ -213,8 +213,8 @@ class Inference:
             record,
             outputs,
             model=model.id,
-            cancel=self._scheduler.cancel,
-            leave=self._scheduler.leave,
+            cancel=self._schedulers.cancel,
+            leave=self._schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),
         )
         self._lives[record.tenant, record.request_id] = live
@@ -252,7 +252,7 @@ class Inference:
         try:
             # Its tokens were charged when it began: see `_on_closed`.
             taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
-            return await self._scheduler.resume(
+            return await self._schedulers.resume(
                 request_id,
                 tenant,
                 lambda found: self._go_on(found, (tenant, request_id), deadline, model, taken),
@@ -287,9 +287,9 @@ class Inference:
             raise UnavailableError(f"request {request_id!r} is being taken on by another call")
         if live.record.resume_record is None:
             raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
-        if not self._scheduler.is_connected:  # whose copy would be the only one
-            raise self._scheduler.unavailable()
-        self._scheduler.drop(live)
+        if not self._schedulers.is_kept(live):  # whose copy would be the only one
+            raise self._schedulers.unavailable()
+        self._schedulers.drop(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _prepare(
@@ -342,13 +342,36 @@ class Inference:
         if self._draining and not self._spans:
             self._drained.set()
 
+    @property
+    def num_live(self) -> int:
+        """Requests that have been taken and not been read to their end, or left."""
+        return len(self._spans)
+
     async def drain(self) -> None:
-        """Takes no more requests; returns when the live ones have been read to their end."""
+        """Takes no more requests; returns when the live ones have been read to their end.
+
+        When it is cancelled before that, those that can be resumed are handed over: they run on,
+        and their clients are told to go on at another router.
+        """
         self._draining = True
-        self._scheduler.drain()
-        if self._spans:
-            await self._drained.wait()
-            await asyncio.sleep(_LAST_BYTES_S)
+        self._schedulers.drain()
+        try:
+            if self._spans:
+                await self._drained.wait()
+                await asyncio.sleep(_LAST_BYTES_S)
+        except asyncio.CancelledError:
+            self._hand_over()
+            raise
+
+    def _hand_over(self) -> None:
+        for live in tuple(self._lives.values()):
+            if live.record.resume_record is not None:
+                self._schedulers.leave(live)
+                live.take_away(
+                    UnavailableError(
+                        f"the router ends; request {live.request_id!r} goes on, and can be resumed"
+                    )
+                )
 
     def close(self) -> None:
         """Ends the threads."""
@@ -435,11 +458,11 @@ class Inference:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The models served; none until the scheduler's model is known."""
-        return () if self._scheduler.model is None else (self.model(""),)
+        return () if self._schedulers.model is None else (self.model(""),)
 
     async def load(self) -> Load:
         """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
-        return await self._scheduler.load()
+        return await self._schedulers.load()
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Who holds which KV blocks, in the scheduler's words; raises what it refuses.
@@ -448,13 +471,13 @@ class Inference:
         """
         if self._has_api_keys:
             check_operator()
-        return await self._scheduler.describe_kv(query)
+        return await self._schedulers.describe_kv(query)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """What the workers are doing; raises as `describe_kv`."""
         if self._has_api_keys:
             check_operator()
-        return await self._scheduler.describe_activity(query)
+        return await self._schedulers.describe_activity(query)
 
     def check_name(self, name: str) -> None:
         """Raises `NotFoundError` unless it is the model's."""
@@ -464,9 +487,9 @@ class Inference:
     def model(self, name: str) -> ModelInfo:
         """The model of this name, with its limits."""
         self.check_name(name)
-        model = self._scheduler.model
+        model = self._schedulers.model
         if model is None:
-            raise self._scheduler.unavailable()
+            raise self._schedulers.unavailable()
         return ModelInfo(
             self._model_name,
             model.max_model_len,

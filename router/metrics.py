@@ -45,5 +45,5 @@ E2E_REQUEST_LATENCY = Histogram(
     buckets=_SLOW_S,
 )
 SCHEDULER_CONNECTED = Gauge(
-    "quire_scheduler_connected", "1 while the router has a scheduler, else 0."
+    "quire_scheduler_connected", "Schedulers that the router is connected to."
 )

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from router.api_keys import ApiKeys, read_keys_file
+from rpc.discovery import check_targets
 from rpc.settings import Port, ProcessSettings, split_at_commas
 from rpc.tls import ClientTls, check_certificate
 
@@ -19,8 +20,13 @@ class RouterSettings(ProcessSettings):
     """Hugging Face model directory: its tokenizer and its chat template are read."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
-    scheduler: str = "127.0.0.1:50052"
-    """The scheduler: host:port, or unix:/path."""
+    scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
+    """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for each
+    address that the name has, as a headless service's does; such schedulers come and go while the
+    router runs. Several share the requests, each with workers of its own; one that stands by for
+    another takes its requests over."""
+    discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """How often such names are looked up, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -62,10 +68,16 @@ class RouterSettings(ProcessSettings):
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)
         return ApiKeys([key.get_secret_value() for key in self.api_key], file)
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "scheduler", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_at_commas(value)
+
+    @field_validator("scheduler")
+    @classmethod
+    def _can_be_found(cls, scheduler: tuple[str, ...]) -> tuple[str, ...]:
+        check_targets(scheduler)
+        return scheduler
 
     @model_validator(mode="after")
     def _keys_can_be_read(self) -> Self:

@@ -16,7 +16,9 @@ from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.v1 import admin_pb2_grpc
 from rpc import telemetry, timeline
+from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
 from rpc.client_certificates import require_certificate
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
 from rpc.health import Health
@@ -52,11 +54,13 @@ async def serve(
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
     on_drain: Callable[[], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
+    num_live: Callable[[], int] = lambda: 0,
+    check_operator: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    gRPC gets `services`, `grpc.health.v1`, reflection, and interceptors for errors and trace
-    context, and inside of those `interceptors`; HTTP gets `http`, `/health`, `/ready` and
+    gRPC gets `services`, `AdminService`, `grpc.health.v1`, reflection, and interceptors for errors
+    and trace context, and inside of those `interceptors`; HTTP gets `http`, `/health`, `/ready` and
     `/metrics`. A handler is cancelled when its client goes.
 
     `on_started` runs when both listen; `health` is the caller's to declare ready. The drain: not
@@ -65,12 +69,22 @@ async def serve(
     `on_drain` calls have `settings.drain_s` to end by themselves. A second signal of the same kind
     ends the process at once.
 
+    `AdminService` stops it, too: `num_live` says what there is yet to end, and `check_operator`
+    raises unless the present call is an operator's; without it, see `rpc.admin`.
+
     Raises CannotListenError if an address cannot be had, and whatever `on_started` raises.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
     health_servicer = HealthServicer(health, [service.name for service in services])
+    admin = AdminServicer(
+        stopping,
+        num_live=num_live,
+        check_operator=check_operator,
+        has_client_certificates=settings.tls_client_ca is not None and settings.uds is None,
+    )
     server = make_grpc_server(settings, services, interceptors)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)
     runner = _make_http_runner(settings, http, health, grace_s)
     with _signals_set(stopping):
@@ -92,6 +106,7 @@ async def serve(
             raise
         finally:
             health_servicer.close()
+            admin.close()
             await asyncio.gather(server.stop(grace_s), runner.cleanup())
             log.info("stopped")
 
@@ -121,7 +136,7 @@ def _add_health_and_reflection(
     if settings.reflection:
         names = [service.name for service in services]
         reflection.enable_server_reflection(
-            [*names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
+            [*names, ADMIN_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
         )
 
 

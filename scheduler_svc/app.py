@@ -8,15 +8,18 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from rpc.discovery import Discovery, Resolver
 from rpc.health import Health
 from rpc.server import Addresses, serve
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.drainer import Drainer
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.kept_requests import KeptRequests
+from scheduler_svc.membership import keep_engines
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
@@ -39,27 +42,32 @@ async def run_scheduler(
     registry: CollectorRegistry = REGISTRY,
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
+    resolver: Resolver | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`, then drain.
+    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` stands in for the system's.
 
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
         RecordingError: It cannot record as it is told to.
     """
+    workers = Discovery(
+        settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s
+    )
     if settings.standby:
-        await wait_for_vacancy(settings.workers, settings.standby_s, settings.client_tls)
-    epoch = settings.epoch or await next_epoch(settings.workers, settings.client_tls)
+        await wait_for_vacancy(workers, settings.standby_s, settings.client_tls)
+    epoch = settings.epoch or await next_epoch(workers, settings.client_tls)
     with ExitStack() as stack:
         recordings = None
         if settings.record is not None:
             recordings = stack.enter_context(
                 Recordings(settings.record, settings.record_max_mb * _MIB, epoch)
             )
-        await _run_scheduler(settings, epoch, recordings, registry, on_started, stop)
+        await _run_scheduler(settings, workers, epoch, recordings, registry, on_started, stop)
 
 
 async def _run_scheduler(
     settings: SchedulerSettings,
+    workers: Discovery,
     epoch: int,
     recordings: Recordings | None,
     registry: CollectorRegistry,
@@ -81,20 +89,19 @@ async def _run_scheduler(
         placer=Placer(Placement(settings.placement)),
     )
     migrator = Migrator(fleet, metrics.migrations)
-    engines = [
-        Engine(
+
+    def make_engine(target: str) -> Engine:
+        config = WorkerClientConfig(
+            target=target,
+            epoch=epoch,
+            scheduler_id=settings.scheduler_id,
+            step_timeout_s=settings.step_timeout_s,
+            max_message_mb=settings.max_message_mb,
+            tls=settings.client_tls,
+        )
+        return Engine(
             target,
-            attach=partial(
-                attach,
-                WorkerClientConfig(
-                    target=target,
-                    epoch=epoch,
-                    scheduler_id=settings.scheduler_id,
-                    step_timeout_s=settings.step_timeout_s,
-                    max_message_mb=settings.max_message_mb,
-                    tls=settings.client_tls,
-                ),
-            ),
+            attach=partial(attach, config),
             open_core=partial(_open_core, settings, recordings),
             owner=fleet,
             streams=streams,
@@ -102,8 +109,7 @@ async def _run_scheduler(
             metrics=metrics.of(target),
             max_decode_slowdown=settings.max_decode_slowdown,
         )
-        for target in settings.workers
-    ]
+
     registry.register(LoadCollector(fleet.loads))
     registry.register(SpaceCollector(fleet.spaces))
     registry.register(QueueCollector(fleet.queued_by_tenant, fleet.oldest_step_ages_s))
@@ -119,11 +125,14 @@ async def _run_scheduler(
 
     async def start(addresses: Addresses) -> None:
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
-        run(fleet.run(engines), "engines")
+        engines = keep_engines(workers, fleet, make_engine=make_engine, forget=metrics.forget)
+        run(engines, "engines")
         run(servicer.give_up_kept(), "kept requests")
+        run(fleet.watch(), "hanging workers")
         run(servicer.beat(), "beats")
-        if settings.rebalance and len(engines) > 1:
+        if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             run(migrator.rebalance(), "rebalancing")
+        run(Drainer(fleet, migrator).run(), "draining workers")
         if on_started is not None:
             await on_started(addresses)
 
@@ -134,6 +143,7 @@ async def _run_scheduler(
             services=[scheduler_service(servicer)],
             on_started=start,
             on_drain=fleet.drain,
+            num_live=lambda: fleet.num_live_seqs,
             stop=stop,
         )
     finally:

@@ -42,6 +42,9 @@ class EngineOwner(Protocol):
     def attached(self, engine: "Engine") -> None:
         """Learn that the engine has a session, which takes commands."""
 
+    def draining(self, engine: "Engine") -> None:
+        """Learn that the engine's worker is about to end; `Session.let_go` lets it."""
+
     def unavailable(self, engine: "Engine") -> None:
         """Learn that `engine.loss` has changed."""
 
@@ -128,11 +131,18 @@ class Engine:
             max_decode_slowdown=self._max_decode_slowdown,
         )
         self._begin(session, link.info, len(core.unclaimed))
+        told = asyncio.create_task(self._tell_draining(session))
         try:
             await session.work()
         except UnavailableError as error:
             self._end(session, error)
+        finally:
+            told.cancel()
         return session.has_progressed
+
+    async def _tell_draining(self, session: Session) -> None:
+        await session.wait_draining()
+        self._owner.draining(self)
 
     def _begin(self, session: Session, info: WorkerInfo, num_held_rows: int) -> None:
         log.info(

@@ -66,8 +66,10 @@ class Fleet:
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
+        self._is_reunion = True
         self._awaited: set[Engine] = set()
         """Those that have not been attached since the start, and are waited for."""
+        self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
 
@@ -187,6 +189,12 @@ class Fleet:
         """Sequences that wait for a worker to be attached."""
         return self._held.num_seqs
 
+    @property
+    def num_live_seqs(self) -> int:
+        """Sequences that run or wait, at a worker or for one."""
+        loads = [load for load in self.loads().values() if load is not None]
+        return self._held.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
+
     def describe_stall(self) -> str | None:
         """Say which step takes longer than any may; None: all is well."""
         for engine in self._engines:
@@ -198,31 +206,42 @@ class Fleet:
 
     # --- life -----------------------------------------------------------------------------------
 
-    async def run(self, engines: Sequence[Engine]) -> None:
-        """Run the engines, which have this fleet as owner, until cancelled.
-
-        Raises:
-            StaleEpochError: A newer scheduler has taken over.
-            BrokenInvariantError: An engine has a bug.
-        """
-        self._engines = tuple(engines)
-        self._awaited = {*engines}
+    def begin(self) -> None:
+        """Wait a moment for the workers that are added first: some may have KV of before."""
         asyncio.get_running_loop().call_later(_REUNION_S, self._await_no_more)
         self._show_health()
-        tasks = [asyncio.create_task(engine.run(), name=engine.target) for engine in engines]
-        watch = asyncio.create_task(self._watch(), name="hanging workers")
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            self._has_failed = True
-            failed = done.pop()
-            log.critical(
-                "an engine has failed", worker=failed.get_name(), exc_info=failed.exception()
-            )
-            await failed
-        finally:
-            for task in (*tasks, watch):
-                task.cancel()
-            await asyncio.gather(*tasks, watch, return_exceptions=True)
+
+    def add(self, engine: Engine) -> None:
+        """Take on an engine that is about to run, with this fleet as owner."""
+        self._engines = (*self._engines, engine)
+        if self._is_reunion:
+            self._awaited.add(engine)
+        self._show_health()
+
+    def remove(self, engine: Engine) -> None:
+        """Let go of an engine that has no session and will not run any more."""
+        self._engines = tuple(each for each in self._engines if each is not engine)
+        self._awaited.discard(engine)
+        self._show_health()
+        self._place_held()  # what was held for this one alone
+
+    def note_failure(self) -> None:
+        """Learn that an engine has failed, whose session answers no step any more."""
+        self._has_failed = True
+
+    async def watch(self) -> None:
+        """Say when workers begin to hang, and when they go on."""
+        hanging: set[str] = set()
+        while True:
+            await asyncio.sleep(TICK_S)
+            before, hanging = hanging, set()
+            for engine in self._engines:
+                if engine.session is not None and (trouble := engine.session.trouble()):
+                    hanging.add(engine.target)
+                    if engine.target not in before:
+                        log.warning("worker hangs", worker=engine.target, how=trouble)
+            if hanging != before:
+                self._show_health()
 
     async def drain(self) -> None:
         """Let the steps in flight be answered, plan no more, and end the routers' streams.
@@ -263,6 +282,7 @@ class Fleet:
 
     def _await_no_more(self) -> None:
         """Place what was held for workers that do not come."""
+        self._is_reunion = False
         self._awaited.clear()
         self._place_held()
 
@@ -272,6 +292,14 @@ class Fleet:
                 self._place(command)
             except QuireError as error:
                 self._streams.refuse(command.request, error)
+
+    def draining(self, engine: Engine) -> None:
+        """Place nothing more there, and have somebody empty it: see `next_draining`."""
+        self._draining_engines.put_nowait(engine)
+
+    async def next_draining(self) -> Engine:
+        """Wait for a worker that is about to end, each once."""
+        return await self._draining_engines.get()
 
     def unavailable(self, engine: Engine) -> None:  # noqa: ARG002
         """Say what is missing."""
@@ -301,7 +329,7 @@ class Fleet:
             return  # its router submits it to the next scheduler
         can_refuse = not command.was_accepted
         n = num_live_seqs(command.request)
-        sessions = self._sessions()
+        sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             if can_refuse and self._held.num_seqs + n > self._max_waiting:
                 raise self._too_busy(self._held.num_seqs, n)
@@ -362,7 +390,7 @@ class Fleet:
         elif self._sessions():
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
-            self._health.set_not_ready(f"no worker is attached: {missing}")
+            self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
 
     def _troubles(self) -> dict[str, str]:
         """Say what is wrong, by worker."""
@@ -372,17 +400,3 @@ class Fleet:
             if trouble is not None:
                 troubles[engine.target] = trouble
         return troubles
-
-    async def _watch(self) -> None:
-        """Say when workers begin to hang, and when they go on."""
-        hanging: set[str] = set()
-        while True:
-            await asyncio.sleep(TICK_S)
-            before, hanging = hanging, set()
-            for engine in self._engines:
-                if engine.session is not None and (trouble := engine.session.trouble()):
-                    hanging.add(engine.target)
-                    if engine.target not in before:
-                        log.warning("worker hangs", worker=engine.target, how=trouble)
-            if hanging != before:
-                self._show_health()

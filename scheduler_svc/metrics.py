@@ -96,6 +96,20 @@ class SchedulerMetrics:
             refused_late=self._deadline_drops.labels(worker, "refused"),
         )
 
+    def forget(self, worker: str) -> None:
+        """Export nothing of a worker any more: those of a cluster never have the same address."""
+        for histogram in (
+            self._schedule,
+            self._update,
+            self._step_rpc,
+            self._step_execute,
+            self._step_tokens,
+            self._queue_time,
+        ):
+            histogram.remove(worker)
+        for where in ("waiting", "refused"):
+            self._deadline_drops.remove(worker, where)
+
 
 class LoadCollector(Collector):
     """Reads the loads of the attached workers at each scrape."""

@@ -84,6 +84,10 @@ class Migrator:
         ((source, live),) = found
         if source is target:
             return Migration(source.target, live.num_seqs, 0, was_there=True)
+        return await self.move(live, source, target)
+
+    async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
+        """Move a request of `source`; else as `migrate`."""
         return await asyncio.shield(self._start(live, source, target))
 
     async def rebalance(self) -> None:
@@ -92,7 +96,7 @@ class Migrator:
             await asyncio.sleep(_REBALANCE_S)
             if not self._moves and (choice := self._find_imbalance()) is not None:
                 try:
-                    await asyncio.shield(self._start(*choice))
+                    await self.move(*choice)
                 except QuireError:  # it is in the log
                     await asyncio.sleep(_PAUSE_S)
 
@@ -164,9 +168,11 @@ class Migrator:
     def _find_imbalance(self) -> tuple[LiveRequest, Engine, Engine] | None:
         """Find a request that waits with its KV on the host, and a worker with room for it."""
         loads = [
-            (engine, engine.session, engine.session.load())
+            (engine, session, session.load())
             for engine in self._fleet.engines
-            if engine.session is not None and engine.session.info.takes_kv
+            if (session := engine.session) is not None
+            and session.info.takes_kv
+            and not session.is_draining
         ]
         targets = [(engine, load) for engine, _, load in loads if not load.num_waiting]
         for source, session, load in loads:
@@ -202,6 +208,8 @@ def _session(engine: Engine) -> Session:
 
 def _check_exchange(giving: Session, taking: Session) -> None:
     """Check what a core does not know of its worker."""
+    if taking.is_draining:
+        raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
     for session, verb in ((giving, "give"), (taking, "take")):
         if not session.info.takes_kv:
             raise FailedPreconditionError(

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -10,6 +9,7 @@ import structlog
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.channel import open_channel
+from rpc.discovery import Discovery
 from rpc.tls import ClientTls
 
 _TIMEOUT_S = 1.0
@@ -26,28 +26,28 @@ class _Sight:
     has_scheduler: bool
 
 
-async def next_epoch(targets: Sequence[str], tls: ClientTls | None = None) -> int:
+async def next_epoch(workers: Discovery, tls: ClientTls | None = None) -> int:
     """Return an epoch newer than any that the workers have seen, as far as they can be reached.
 
     That is the wall clock in milliseconds, if nobody's clock was ahead of this one.
     """
-    newest = max((sight.epoch for sight in await _look(targets, tls)), default=0)
+    newest = max((sight.epoch for sight in await _look(workers, tls)), default=0)
     return max(time.time_ns() // 1_000_000, newest + 1)
 
 
 async def wait_for_vacancy(
-    targets: Sequence[str], absence_s: float, tls: ClientTls | None = None
+    workers: Discovery, absence_s: float, tls: ClientTls | None = None
 ) -> None:
     """Return when workers can be reached, and for `absence_s` none of them has had a scheduler.
 
     Of several that wait, all may return: the workers then obey the newest epoch, and the others
     find theirs stale.
     """
-    log.info("standing by", workers=targets)
+    log.info("standing by", workers=await workers.targets())
     loop = asyncio.get_running_loop()
     vacant_since_s: float | None = None
     while True:
-        sights = await _look(targets, tls)
+        sights = await _look(workers, tls)
         if not sights or any(sight.has_scheduler for sight in sights):
             vacant_since_s = None
         elif vacant_since_s is None:
@@ -58,9 +58,9 @@ async def wait_for_vacancy(
         await asyncio.sleep(_LOOK_S)
 
 
-async def _look(targets: Sequence[str], tls: ClientTls | None) -> list[_Sight]:
+async def _look(workers: Discovery, tls: ClientTls | None) -> list[_Sight]:
     """Ask all workers; those that do not answer are left out."""
-    sights = await asyncio.gather(*(_ask(target, tls) for target in targets))
+    sights = await asyncio.gather(*(_ask(target, tls) for target in await workers.targets()))
     return [sight for sight in sights if sight is not None]
 
 

@@ -242,6 +242,20 @@ class Session:
         self._wake.set()
         await self._settled.wait()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the worker is about to end: nothing new is for it."""
+        return self._link.draining.done()
+
+    async def wait_draining(self) -> None:
+        """Return when the worker says that it is about to end."""
+        await asyncio.shield(self._link.draining)
+
+    async def let_go(self) -> None:
+        """Lose the worker in good order: when the steps in flight are answered."""
+        await self.hand_over()
+        self._link.let_go()
+
     def note_losses(self, request: Request, num_losses: int) -> None:
         """Note how many workers in a row were lost with a live request."""
         for key in live_seq_keys(request) if num_losses else ():
@@ -405,6 +419,8 @@ class Session:
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
         num_losses = self.take_losses(request)
+        if self.is_draining:  # that is nobody's fault
+            return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
         match self._at_worker.find(request):
             case Progress.SOME:
                 num_losses = 0

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from rpc.discovery import check_targets
 from rpc.settings import Port, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
 from scheduler_svc.core.policies.loading import make_policy
@@ -22,7 +23,11 @@ class SchedulerSettings(ProcessSettings):
     """How long the steps in flight may take to finish after SIGTERM, in seconds, two at most; live
     requests do not finish but go on, from the routers, at the next scheduler."""
     workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
-    """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock."""
+    """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock. dns:HOST:PORT
+    stands for each address that the name has, as a headless service's does; such workers come and
+    go while the scheduler runs."""
+    discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """How often such names are looked up, in seconds."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Names this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
@@ -120,11 +125,8 @@ class SchedulerSettings(ProcessSettings):
 
     @field_validator("workers")
     @classmethod
-    def _distinct(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
-        if not workers:
-            raise ValueError("names no worker; at least one is needed")
-        if twice := {worker for worker in workers if workers.count(worker) > 1}:
-            raise ValueError(f"names {', '.join(sorted(twice))} twice")
+    def _can_be_found(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
+        check_targets(workers)
         return workers
 
     @model_validator(mode="after")

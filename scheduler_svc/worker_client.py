@@ -1,6 +1,7 @@
 """The link to one worker: attach, send steps, take results, notice when it is lost."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class WorkerLink:
         """What the worker held when it was attached."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
+        self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
+        """Done when the worker is about to end, and its sequences should be elsewhere."""
         self._config = config
         self._channel = channel
         self._wake = wake
@@ -174,19 +177,30 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             raise status_to_error(error) from error
 
+    def let_go(self) -> None:
+        """Take the worker for lost: it is about to end."""
+        self._lose(UnavailableError("it is draining"))
+
     async def close(self) -> None:
         """Let the worker go."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        for task in self._tasks:
+        tasks = [*self._tasks, self.draining]
+        for task in tasks:
             task.cancel()
         self._call.cancel()
-        await asyncio.wait(self._tasks)
+        await asyncio.wait(tasks)
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
         while True:
             yield await self._batches.get()
+
+    async def _await_drain(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
+            return
+        await asyncio.Event().wait()  # it does not tell, or is lost, as its other stream will say
 
     async def _listen(self) -> None:
         """Ask for a sign of life again and again, which also is one."""

@@ -63,7 +63,7 @@ async def run_sim_workers(
             await on_started(addresses)
 
     async def drain() -> None:
-        await asyncio.gather(*(worker.drain() for worker in workers.values()))
+        await asyncio.gather(*(worker.drain(settings.drain_s / 2) for worker in workers.values()))
 
     try:
         await serve(
@@ -72,6 +72,7 @@ async def run_sim_workers(
             services=[workers[first.worker_id].service()],
             on_started=start,
             on_drain=drain,
+            num_live=lambda: sum(worker.num_live_seqs for worker in workers.values()),
             stop=stop,
         )
     finally:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if shutil.which("nvidia-smi") is None:  # transformers imports triton, which reads it then
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(

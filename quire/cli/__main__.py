@@ -9,6 +9,8 @@ from typing import Final
 COMMANDS: Final = {
     "up": "start a service on this machine and look after it",
     "down": "stop it",
+    "drain": "have one process drain and end",
+    "restart": "replace its processes, one after another",
     "status": "show processes, health and load",
     "probe": "ask one process whether it is ready",
     "top": "watch queues, sequences, KV and rates",

@@ -343,6 +343,17 @@ class MigrateSettings(LinkSettings):
     machine, if it is the only one."""
 
 
+class DrainSettings(RouterClientSettings):
+    """Have one process drain and end: a router, a scheduler or a worker, of whatever machine.
+
+    A router hands over what its clients can resume, a worker gives its sequences to others first.
+    Exits with 0 when it has drained.
+    """
+
+    target: CliPositionalArg[str]
+    """The process's gRPC: host:port, or unix:/path."""
+
+
 class _CommandSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
@@ -404,3 +415,16 @@ class DownSettings(_CommandSettings):
     """Which one, by the port of its router's HTTP; default: the only one there is."""
     all: bool = False
     """Stop every one."""
+
+
+class RestartSettings(_CommandSettings):
+    """Restart the processes of a service that `quire up` started, one after another.
+
+    Each drains and ends, and is ready again before the next one's turn. Streams pause while a
+    worker or the scheduler is replaced; while the router is, calls are refused and tried again.
+    """
+
+    names: CliPositionalArg[tuple[str, ...]] = ()
+    """Which ones, as `quire status` shows them; default: workers, scheduler and router."""
+    http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Of which service, by the port of its router's HTTP; default: the only one there is."""

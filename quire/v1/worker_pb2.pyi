@@ -7,6 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AwaitDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitDrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "scheduler_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

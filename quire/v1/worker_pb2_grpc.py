@@ -97,6 +97,11 @@ class WorkerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
                 _registered_method=True)
+        self.AwaitDrain = channel.unary_unary(
+                '/quire.v1.WorkerService/AwaitDrain',
+                request_serializer=quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -180,6 +185,16 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitDrain(self, request, context):
+        """Returns when the worker is about to end. It goes on as ever then, but is attached no more, until
+        the scheduler that asked ends its `Execute`, at leisure: it may move sequences away first. Of a
+        scheduler that has not asked, and of one that takes longer than half of --drain-s, the worker
+        ends the stream itself, with UNAVAILABLE, after the results that it owes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,6 +227,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PullKv,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.SerializeToString,
+            ),
+            'AwaitDrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitDrain,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -409,6 +429,33 @@ class WorkerService(object):
             '/quire.v1.WorkerService/PullKv',
             quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitDrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/AwaitDrain',
+            quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

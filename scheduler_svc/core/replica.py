@@ -102,9 +102,9 @@ class Replica(Scheduler):
 
     # --- looking for what to move ---------------------------------------------------------------
 
-    def find_requests(self, request_id: str) -> list[LiveRequest]:
-        """Return the live requests of a name; routers do not agree on names among themselves."""
-        seqs = [seq for seq in self._live if seq.request.request_id == request_id]
+    def find_requests(self, request_id: str | None = None) -> list[LiveRequest]:
+        """Return the live requests of a name, on which routers do not agree; None: all of them."""
+        seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
     def first_swapped(self) -> LiveRequest | None:

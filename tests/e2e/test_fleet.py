@@ -41,6 +41,10 @@ class TwoWorkers(Service):
         super().start_worker()
         self.other.start(self._other_flags)
 
+    def start_first_again(self) -> None:
+        super().start_worker()
+        self.wait_until_both_are_attached()
+
     @property
     def _children(self):
         return (*super()._children, self.other)
@@ -265,3 +269,16 @@ def test_swapped_sequences_go_where_there_is_room(fleet, long_llama, run_dir):
         assert metrics["quire_recomputed_tokens_total"] == 0
         load = service.wait_until_idle()
         assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
+
+
+def test_a_worker_that_ends_gives_its_sequences_away_with_their_kv(fleet, expected):
+    stream = Stream(fleet, long_request("leaving", n=2))
+    stream.read_until(50)
+    fleet.migrate("leaving", fleet.targets[0])
+    before = fleet.metrics(fleet.scheduler)
+    fleet.worker.stop()
+    assert stream.read_to_end() == expected
+    after = fleet.metrics(fleet.scheduler)
+    assert after["quire_recomputed_tokens_total"] == before["quire_recomputed_tokens_total"]
+    fleet.start_first_again()
+    assert after["quire_migrations_total"] == before.get("quire_migrations_total", 0) + 1

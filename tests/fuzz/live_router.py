@@ -207,7 +207,7 @@ async def running_router() -> AsyncIterator[LiveRouter]:
         async def on_started(addresses: Any) -> None:
             started.set_result(addresses)
 
-        async with PlayedScheduler(settings.scheduler) as scheduler:
+        async with PlayedScheduler(settings.scheduler[0]) as scheduler:
             task = asyncio.create_task(run_router(settings, on_started=on_started, stop=stop))
             await asyncio.wait([started, task], return_when=asyncio.FIRST_COMPLETED)
             addresses = started.result()

@@ -7,6 +7,8 @@ copy or order of tokens changes every token after it.
 import numpy as np
 import torch
 
+from kernels import PAD_SLOT
+
 VOCAB_SIZE = 97
 _MODULUS = 1_000_003
 
@@ -58,7 +60,8 @@ class FakeModel:
         assert int(metadata.query_start_loc[-1]) == len(token_ids) == len(positions)
         self.forwards.append((metadata.num_decodes, len(lens), len(token_ids)))
         written = torch.stack([token_ids, positions], dim=1)
-        pool.slots.view(-1, 2)[metadata.slot_mapping] = written
+        is_stored = metadata.slot_mapping != PAD_SLOT
+        pool.slots.view(-1, 2)[metadata.slot_mapping[is_stored]] = written[is_stored]
         hidden = np.zeros((len(token_ids), 1))
         for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
             table = metadata.block_tables[seq].long()
@@ -66,7 +69,7 @@ class FakeModel:
             assert context[:, 1].tolist() == list(range(seq_len)), "a slot holds another position"
             tokens = context[:, 0].tolist()
             end = int(metadata.query_start_loc[seq + 1])
-            for back in range(int(lens[seq])):
+            for back in range(min(int(lens[seq]), seq_len)):  # none of a padding row
                 known = tokens[: seq_len - back]
                 broken = known[-1] == self.nan_after
                 hidden[end - 1 - back] = np.nan if broken else context_hash(known)

@@ -271,12 +271,43 @@ async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worke
     call = worker.stub.Execute()
     await call.write(first_batch())
     await call.read()
-    await worker.service.drain()
+    await worker.service.drain(0)
     code, _ = await failure(call)
     assert code is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.attach(2)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_scheduler_that_asked_is_told_of_a_drain_and_leaves_when_it_likes(worker):
+    await worker.attach(1)
+    asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
+    call = worker.stub.Execute()
+    await call.write(first_batch())
+    await call.read()
+    assert not asked.done()
+    drain = asyncio.create_task(worker.service.drain(60))
+    await asked
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.attach(2)
+    assert "draining" in caught.value.details()
+    await call.write(batch(1, 2, 1))
+    assert (await call.read()).step_id == 2
+    assert not drain.done()
+    call.cancel()
+    await drain
+
+
+async def test_a_scheduler_that_was_told_and_stays_is_left(worker):
+    await worker.attach(1)
+    asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
+    call = worker.stub.Execute()
+    await call.write(first_batch())
+    await call.read()
+    drain = asyncio.create_task(worker.service.drain(0.01))
+    await asked
+    assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
+    await drain
 
 
 class SlowSteps:
@@ -305,7 +336,7 @@ async def test_draining_waits_for_the_steps_that_run(tmp_path):
         async with asyncio.timeout(10):
             while not steps.results:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0)
-        drain = asyncio.create_task(service.drain())
+        drain = asyncio.create_task(service.drain(0))
         with pytest.raises(grpc.aio.AioRpcError):  # a round trip: the drain has begun
             await stub.Attach(worker_pb2.AttachRequest(epoch=2))
         assert not drain.done()
@@ -321,7 +352,7 @@ async def test_a_stream_whose_scheduler_went_while_it_wrote_holds_up_no_drain(wo
     call = worker.stub.Execute()
     await call.write(first_batch())
     call.cancel()
-    await worker.service.drain()
+    await worker.service.drain(0)
     assert not worker.service._executions
 
 
@@ -331,7 +362,7 @@ async def test_a_stream_that_has_sent_nothing_ends_too(worker, event):
     call = worker.stub.Execute()
     await call.wait_for_connection()
     await until_open(worker.service)
-    await (worker.service.drain() if event == "drain" else worker.attach(2))
+    await (worker.service.drain(0) if event == "drain" else worker.attach(2))
     assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.upload import _upload_together, upload
+from gpu_worker.upload import _upload_together, packed_bytes, upload, upload_into
 
 CPU = torch.device("cpu")
 ARRAYS = [
@@ -15,8 +15,13 @@ ARRAYS = [
 ]
 
 
+def into_a_buffer(arrays, device):
+    return upload_into(torch.zeros(packed_bytes(arrays), dtype=torch.uint8, device=device), arrays)
+
+
 @pytest.mark.parametrize(
-    "send", [upload, lambda arrays, device: _upload_together(arrays, device, pin=False)]
+    "send",
+    [upload, into_a_buffer, lambda arrays, device: _upload_together(arrays, device, pin=False)],
 )
 def test_what_arrives_is_what_was_sent(send):
     tensors = send(ARRAYS, CPU)
@@ -30,6 +35,15 @@ def test_arrays_that_travel_together_are_aligned_copies():
     assert all(tensor.storage_offset() * tensor.element_size() % 16 == 0 for tensor in tensors)
     tensors[0][0] = 99
     assert ARRAYS[0][0] == 0
+
+
+def test_a_buffer_is_filled_again_where_it_was():
+    buffer = torch.zeros(packed_bytes(ARRAYS), dtype=torch.uint8)
+    before = upload_into(buffer, ARRAYS)
+    upload_into(buffer, [ARRAYS[0] + 1, ARRAYS[1][::-1]])
+    assert before[0].tolist() == [1, 2, 3, 4, 5]
+    assert before[1].tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert before[3].tolist() == [0.25], "what lies behind is left as it is"
 
 
 @pytest.mark.gpu

@@ -12,8 +12,10 @@ from router_fake_scheduler import FakeScheduler
 from router_tokenizers import byte_level_bpe
 
 from router.inference import Inference
-from router.scheduler_client import SchedulerClient
+from router.scheduler_link import LinkConfig
+from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
+from rpc.discovery import Discovery
 from rpc.health import Health
 
 CHAT_TEMPLATE = (
@@ -57,12 +59,11 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
     ready = asyncio.Event()
     health.on_change(lambda: ready.set() if health.ready else ready.clear())
     tokenizer = load_tokenizer(model_dir)
-    client = SchedulerClient(
-        scheduler.target,
-        router_id="test",
+    client = Schedulers(
+        Discovery([scheduler.target]),
+        LinkConfig(router_id="test", max_message_mb=4),
         num_token_ids=len(tokenizer.table.pieces),
         health=health,
-        max_message_mb=4,
     )
     task = asyncio.create_task(client.run())
     inference = Inference("tiny", tokenizer, client, max_live_requests=3, tokenizer_threads=1)

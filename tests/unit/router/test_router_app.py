@@ -9,7 +9,7 @@ from router_fake_scheduler import FakeScheduler
 
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.app import run_router
-from router.scheduler_client import SchedulerClient
+from router.scheduler_link import SchedulerLink
 from router.settings import RouterSettings
 from rpc.channel import open_channel
 
@@ -20,12 +20,12 @@ async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
     def fail(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(SchedulerClient, "_hear_step", fail)
+    monkeypatch.setattr(SchedulerLink, "_hear_step", fail)
     scheduler = FakeScheduler(tmp_path / "s")
     await scheduler.start()
     uds = tmp_path / "r"
     settings = RouterSettings(
-        model=model_dir, scheduler=scheduler.target, uds=uds, http_port=0, drain_s=1000
+        model=model_dir, scheduler=(scheduler.target,), uds=uds, http_port=0, drain_s=1000
     )
     task = asyncio.create_task(run_router(settings))
     async with open_channel(f"unix:{uds}") as channel:
@@ -52,7 +52,7 @@ async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
 async def test_nothing_is_tokenized_before_the_models_limits_are_known(model_dir, tmp_path):
     uds, stop = tmp_path / "r", asyncio.Event()
     settings = RouterSettings(
-        model=model_dir, scheduler=f"unix:{tmp_path / 'nobody'}", uds=uds, http_port=0
+        model=model_dir, scheduler=(f"unix:{tmp_path / 'nobody'}",), uds=uds, http_port=0
     )
     task = asyncio.create_task(run_router(settings, stop))
     async with open_channel(f"unix:{uds}") as channel:

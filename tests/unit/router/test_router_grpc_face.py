@@ -37,7 +37,7 @@ async def process(model_dir, tmp_path) -> AsyncIterator[Process]:
     settings = RouterSettings(
         model=model_dir,
         served_model_name="tiny",
-        scheduler=scheduler.target,
+        scheduler=(scheduler.target,),
         uds=tmp_path / "r",
         http_port=0,
         drain_s=5,

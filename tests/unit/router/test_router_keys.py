@@ -85,7 +85,7 @@ def settings(model_dir, tmp_path):
     return RouterSettings(
         model=model_dir,
         served_model_name="tiny",
-        scheduler=f"unix:{tmp_path / 's'}",
+        scheduler=(f"unix:{tmp_path / 's'}",),
         uds=tmp_path / "r",
         http_port=0,
         drain_s=5,

@@ -47,8 +47,8 @@ async def test_a_request_is_written_as_it_is_then(router):
 
 
 async def test_requests_that_end_while_the_scheduler_does_not_read_cost_no_memory(router):
-    client = router.inference._scheduler
-    unread = client._outbox = Outbox()  # nobody takes what is in it
+    (link,) = router.inference._schedulers._links
+    unread = link._outbox = Outbox()  # nobody takes what is in it
     refs = []
     for _ in range(20):
         live = await router.inference.generate(GenerateRequest(prompt=(5, 6, 7)))

@@ -69,6 +69,20 @@ async def test_a_client_that_leaves_is_told_of_and_its_request_is_not_cancelled(
     await again.aclose()
 
 
+async def test_a_drain_that_takes_too_long_hands_over_what_can_be_resumed(router):
+    live, submit = await start(router)
+    other, other_submit = await start(router, replace(REQUEST, request_id="o", resumable=False))
+    drain = asyncio.create_task(router.inference.drain())
+    await asyncio.sleep(0)
+    drain.cancel()
+    with pytest.raises(UnavailableError, match="'r' goes on, and can be resumed"):
+        await anext(live)
+    assert await router.scheduler.leaves.get() == [submit.first_seq_key]
+    await router.scheduler.step(finished={other_submit.first_seq_key: LENGTH})
+    assert len([event async for event in other]) == 2
+    assert router.scheduler.cancels.empty()
+
+
 async def test_other_requests_are_cancelled_as_ever(router):
     live, submit = await start(router, replace(REQUEST, resumable=False))
     assert not submit.HasField("resume_record")

@@ -48,6 +48,7 @@ async def test_reflection_lists_the_services(run_server, settings):
         "quire.test.Slow",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "quire.v1.AdminService",
     }
 
 

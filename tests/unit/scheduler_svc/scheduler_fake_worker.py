@@ -79,6 +79,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.pause_at = None  # so many answers
         self.has_paused = asyncio.Event()
         self.hold_results_for_batches = 0
+        self.is_leaving = asyncio.Event()
+        self.was_left = asyncio.Event()  # a stream has ended
         self.wrong_results = None
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
@@ -138,6 +140,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         ]
         await context.write(worker_pb2.ReadHoldingsResponse(rows=rows))
 
+    async def AwaitDrain(self, request, context):  # noqa: ARG002, N802
+        await self.is_leaving.wait()
+        return worker_pb2.AwaitDrainResponse()
+
     async def DescribeDevice(self, request, context):  # noqa: N802, ARG002
         assert request.epoch <= self.epoch, "its scheduler asks, under the epoch that has attached"
         await self.lives.wait()
@@ -168,6 +174,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     self.pause()
                     self.has_paused.set()
         finally:
+            self.was_left.set()
             reader.cancel()
 
     async def _read(self, batches, queue):

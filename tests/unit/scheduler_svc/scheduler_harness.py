@@ -25,7 +25,7 @@ class RunningScheduler:
 
 
 @contextlib.asynccontextmanager
-async def running_scheduler(folder, workers, **options):
+async def running_scheduler(folder, workers, *, resolver=None, **options):
     """Run a scheduler for as long as the block; it drains at the end."""
     registry = CollectorRegistry()
     started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
@@ -40,7 +40,9 @@ async def running_scheduler(folder, workers, **options):
         **{"drain_s": 10, **options},
     )
     task = asyncio.create_task(
-        run_scheduler(settings, registry=registry, on_started=on_started, stop=stop)
+        run_scheduler(
+            settings, registry=registry, on_started=on_started, stop=stop, resolver=resolver
+        )
     )
     await asyncio.wait([started, task], return_when=asyncio.FIRST_COMPLETED)
     addresses = started.result()

@@ -58,6 +58,7 @@ class FakeSession:
         self.may_pull.set()
         self.pull_error = None
         self.is_lost = False
+        self.is_draining = False
         self.losses = {}
 
     def submit(self, key, prompt, max_tokens=20, n=1):

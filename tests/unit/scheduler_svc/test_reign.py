@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.discovery import Discovery
 from scheduler_svc.reign import next_epoch, wait_for_vacancy
 
 
@@ -47,16 +48,17 @@ async def serve(tmp_path):
 async def test_the_epoch_is_the_clock_and_newer_than_any_seen(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: 5_000_000_999)
     gone = f"unix:{tmp_path}/gone.sock"
-    assert await next_epoch([gone]) == 5000
+    assert await next_epoch(Discovery([gone])) == 5000
     seen = [await serve(FakeWorker(epoch), f"w{epoch}") for epoch in (0, 4999)]
-    assert await next_epoch([*seen, gone]) == 5000
-    assert await next_epoch([*seen, await serve(FakeWorker(7000), "ahead")]) == 7001
+    assert await next_epoch(Discovery([*seen, gone])) == 5000
+    seen.append(await serve(FakeWorker(7000), "ahead"))
+    assert await next_epoch(Discovery(seen)) == 7001
 
 
 async def test_one_that_stands_by_waits_while_a_worker_has_a_scheduler(serve):
     one, other = FakeWorker(has_scheduler=True), FakeWorker()
     targets = [await serve(one, "one"), await serve(other, "other")]
-    waiting = asyncio.create_task(wait_for_vacancy(targets, absence_s=0.0))
+    waiting = asyncio.create_task(wait_for_vacancy(Discovery(targets), absence_s=0.0))
     await one.wait_for_looks(3)
     assert not waiting.done()
     one.has_scheduler = False
@@ -64,10 +66,12 @@ async def test_one_that_stands_by_waits_while_a_worker_has_a_scheduler(serve):
 
 
 async def test_one_that_stands_by_waits_for_a_worker(serve, tmp_path):
-    waiting = asyncio.create_task(wait_for_vacancy([f"unix:{tmp_path}/w.sock"], absence_s=0.0))
+    waiting = asyncio.create_task(
+        wait_for_vacancy(Discovery([f"unix:{tmp_path}/w.sock"]), absence_s=0.0)
+    )
     probe = FakeWorker(has_scheduler=True)
     target = await serve(probe, "probe")
-    beside = asyncio.create_task(wait_for_vacancy([target], absence_s=0.0))
+    beside = asyncio.create_task(wait_for_vacancy(Discovery([target]), absence_s=0.0))
     await probe.wait_for_looks(3)
     assert not waiting.done()
     beside.cancel()

@@ -375,8 +375,8 @@ async def test_scheduler_says_when_its_worker_hangs_and_when_it_goes_on(folder, 
 
 
 async def test_sequences_leave_a_worker_that_hangs_on(folder, worker, connect, monkeypatch):
-    monkeypatch.setattr(silence, "LOST_AFTER_S", 2 * silence.TICK_S)
-    monkeypatch.setattr(silence, "SILENT_AFTER_S", silence.TICK_S)
+    # Well above what a worker that does not hang is silent between two beats.
+    monkeypatch.setattr(silence, "LOST_AFTER_S", 4 * silence.BEAT_S)
     other = await FakeWorker(f"unix:{folder / 'other'}").start()
     try:
         workers = [worker.target, other.target]

@@ -269,7 +269,7 @@ class TestSettings:
         ("argv", "problem"),
         [
             (["--workers", "a:1,a:1"], "a:1 twice"),
-            (["--workers", ","], "no worker"),
+            (["--workers", ","], "names none"),
             (["--max-waiting", "0"], "--max-waiting: 0"),
             (["--watermark", "1"], "--watermark: 1"),
             (["--epoch", "0"], "--epoch: 0"),

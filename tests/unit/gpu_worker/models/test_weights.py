@@ -140,3 +140,27 @@ def test_an_index_that_names_no_file_of_its_directory(sharded, name):
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"weight_map\.lm_head\.weight is .*; it must be the name"):
         load(sharded)
+
+
+def test_dummy_weights_need_no_files_and_are_the_same_each_time(directory):
+    expected = load(directory)
+    (directory / "model.safetensors").unlink()
+    models = [
+        open_model(directory, is_dummy=True).load(torch.float32, CPU, lambda _: None)
+        for _ in range(2)
+    ]
+    for model in models:
+        assert model.embedding.shape == expected.embedding.shape
+        assert model.layers[0].input_norm.eq(1).all()
+    outputs = []
+    for model in models:
+        sequence = Sequence([3, 1, 4])
+        PagedLoop(model, block_size=8).generate([sequence], 4)
+        assert torch.stack(sequence.logits).isfinite().all()
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_dummy_weights_of_a_model_of_transformers_are_refused(model_dirs):
+    with pytest.raises(ModelError, match="load-format is dummy"):
+        open_model(model_dirs.get("llama"), "transformers", is_dummy=True)

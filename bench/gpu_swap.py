@@ -1,0 +1,162 @@
+"""Measures swaps on a GPU: against pinned memcpy, and what they cost the decodes beside them.
+
+    python bench/gpu_swap.py --json out.json
+
+- `payload_over_memcpy`: as in `swap.py`.
+- `decode_slowdown`: by how much steps of 32 decodes take longer while each also swaps a sequence's
+  blocks out and another's in, about as many bytes as the link moves in that time, at most. Steps
+  with and without take turns; random weights.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_shapes import SHAPES, write_model
+from swap import swap_over_memcpy
+
+from gpu_worker.cuda_graphs import CudaGraphs
+from gpu_worker.executor import Executor
+from gpu_worker.host_pool import HostPool
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.model_source import open_model
+from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.step import Limits, NewRow, StepInput
+
+_BLOCK_SIZE = 16
+_ROUND_STEPS = 8
+
+
+class DecodeLoop:
+    """An executor whose rows all decode, and as many blocks beside theirs."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        device = torch.device(given.device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with tempfile.TemporaryDirectory() as directory:
+            write_model(Path(directory), SHAPES[given.shape])
+            source = open_model(Path(directory), is_dummy=True)
+            model = source.load(dtype, device, lambda _: None)
+        length = given.context
+        self.num_swapped = given.swapped_blocks
+        per_row = length // _BLOCK_SIZE
+        self.num_rows = given.num_rows
+        first_free = self.num_rows * per_row
+        num_blocks = first_free + 2 * self.num_swapped
+        self.limits = Limits(
+            max_num_seqs=self.num_rows,
+            max_model_len=length,
+            max_num_batched_tokens=max(512, self.num_rows),
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            vocab_size=source.config.vocab_size,
+            num_host_blocks=2 * self.num_swapped,
+        )
+        self.pool = KvPool(source.config, num_blocks, _BLOCK_SIZE, dtype, device)
+        host_pool = HostPool(self.pool.blocks_as_bytes, self.limits.num_host_blocks)
+        self.executor = Executor(model, self.pool, self.limits, (), device, host_pool=host_pool)
+        if device.type == "cuda":
+            self.executor.capture_graphs(CudaGraphs(device), lambda _: None)
+        self._out = np.arange(first_free, first_free + self.num_swapped, dtype=np.int32)
+        self._in = self._out + self.num_swapped
+        self._host = np.arange(self.num_swapped, dtype=np.int32)
+        self._step_id = 1
+        self._begin(per_row)
+
+    def _begin(self, per_row: int) -> None:
+        rows = tuple(
+            NewRow(
+                seq_id=row,
+                row=row,
+                token_ids=np.full(2, 5, np.int32),
+                num_prompt_tokens=2,
+                num_computed_tokens=0,
+                block_ids=np.arange(row * per_row, (row + 1) * per_row, dtype=np.int32),
+                sampling=SamplingParams(seed=0, temperature=0),
+                max_total_tokens=self.limits.max_model_len,
+            )
+            for row in range(self.num_rows)
+        )
+        self.executor.step(
+            StepInput(
+                self._step_id,
+                0,
+                new_rows=rows,
+                chunk_rows=np.arange(self.num_rows, dtype=np.int32),
+                chunk_lens=np.full(self.num_rows, 2, np.int32),
+            )
+        )
+
+    def step_s(self, *, swaps: bool) -> float:
+        """Seconds of each of some steps, two in flight."""
+        moves = {}
+        if swaps:
+            moves = {
+                "swap_out_src_block_ids": self._out,
+                "swap_out_dst_block_ids": self._host,
+                "swap_in_src_block_ids": self._host + self.num_swapped,
+                "swap_in_dst_block_ids": self._in,
+            }
+        started = time.perf_counter()
+        launched = []
+        for _ in range(_ROUND_STEPS):
+            self._step_id += 1
+            step = StepInput(self._step_id, self.num_rows, **moves)
+            launched.append(self.executor.launch(step))
+            if len(launched) >= self.executor.max_in_flight:
+                self.executor.collect(launched.pop(0))
+        for each in launched:
+            self.executor.collect(each)
+        return (time.perf_counter() - started) / _ROUND_STEPS
+
+
+def decode_slowdown(given: argparse.Namespace) -> dict[str, float]:
+    """Steps with swaps ÷ steps without, by turns, medians; less one."""
+    loop = DecodeLoop(given)
+    loop.step_s(swaps=True)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(given.rounds):
+        for swaps in (False, True):
+            seconds[swaps].append(loop.step_s(swaps=swaps))
+    without, beside = (statistics.median(seconds[swaps]) for swaps in (False, True))
+    moved = 2 * loop.num_swapped * loop.pool.block_bytes
+    return {
+        "decode_ms": without * 1e3,
+        "decode_while_swapping_ms": beside * 1e3,
+        "decode_slowdown": beside / without - 1,
+        "swapped_gb_s_beside": moved / beside / 1e9,
+    }
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="8B")
+    add("--device", default="cuda")
+    add("--num-rows", type=int, default=32)
+    add("--context", type=int, default=1024, help="most tokens of a row")
+    add("--swapped-blocks", type=int, default=24, help="in each step, out and in")
+    add("--pool-blocks", type=int, default=512, help="of the comparison with memcpy")
+    add("--rounds", type=int, default=20)
+    add("--json", type=Path, required=True)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), SHAPES[given.shape])
+        config = open_model(Path(directory)).config
+    device = torch.device(given.device)
+    pool = KvPool(config, given.pool_blocks, _BLOCK_SIZE, torch.bfloat16, device)
+    numbers = swap_over_memcpy(pool, given.rounds)
+    del pool
+    numbers |= decode_slowdown(given)
+    for name, value in numbers.items():
+        print(f"{name:<28} {value:10.4f}")
+    given.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,38 @@
+"""`quire drain`: has one process drain and end."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import grpc
+
+from quire.cli.settings import DrainSettings
+from quire.cli.target import connection_errors
+from quire.v1 import admin_pb2
+from quire.v1.admin_pb2_grpc import AdminServiceStub
+from rpc.channel import open_blocking_channel
+from rpc.settings import parse_settings
+from rpc.status import status_to_error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire drain`; give the exit code."""
+    settings = parse_settings(DrainSettings, "quire drain", argv)
+    with connection_errors(settings.target):
+        _drain(settings)
+    print(f"{settings.target} has drained, and ends")
+    return 0
+
+
+def _drain(settings: DrainSettings) -> None:
+    key = settings.api_key.get_secret_value()
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    has_begun = False
+    with open_blocking_channel(settings.target, tls=settings.client_tls) as channel:
+        stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            for told in stub.Drain(admin_pb2.DrainRequest(), metadata=metadata):
+                has_begun = True
+                print(f"{settings.target} drains: {told.num_live} live", flush=True)
+        except grpc.RpcError as error:
+            if not has_begun:  # else it has ended before it could say so
+                raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None

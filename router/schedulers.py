@@ -1,0 +1,327 @@
+"""The schedulers of a service as one: the router's requests go to, and move between, their links.
+
+Several schedulers may be there: each with workers of its own, or one that stands by for another.
+Which it is, a router need not know. What is live at a scheduler that is lost goes to the first that
+is met after that, be it the same one, its successor, or one that was there and lost its stream too;
+and, if none is met soon, to one of those that are connected all the time.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from router import metrics
+from router.domain import FinishReason, Load, OutputError
+from router.live_request import LiveRequest
+from router.resuming import StartResumed
+from router.scheduler_choice import Candidate, choose
+from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
+from router.scheduler_news import SchedulerModel
+from router.validation import MAX_N
+from rpc.discovery import Discovery
+from rpc.errors import NotFoundError, QuireError, UnavailableError
+from rpc.health import Health
+from rpc.members import keep_members
+
+_RETURN_S = 2.0
+"""How long a scheduler that is lost may take to return before others do its work again."""
+_LOOK_S = 1.0
+"""How often schedulers are asked what they have of other routers, if there are several."""
+_NO_SUMS = ("block_size", "fragmentation", "host_fragmentation")
+"""Of loads, the greatest of these is told."""
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sight:
+    """What a scheduler said of itself."""
+
+    num_other_seqs: int = 0
+    """Sequences of other routers."""
+    num_workers: int = 1
+
+
+class Schedulers:
+    """Owns the links; places requests and finds them again. See also `SchedulerLink`."""
+
+    def __init__(
+        self, discovery: Discovery, config: LinkConfig, *, num_token_ids: int, health: Health
+    ) -> None:
+        """Connects once `run` runs; says in `health` whether there is a scheduler.
+
+        `num_token_ids` is what the router's tokenizer can produce: a model with a smaller
+        vocabulary is another than the tokenizer's, and is not served.
+        """
+        self._discovery = discovery
+        self._config = config
+        self._num_token_ids = num_token_ids
+        self._health = health
+        self._links: list[SchedulerLink] = []
+        self._sights: dict[SchedulerLink, _Sight] = {}
+        self._model: SchedulerModel | None = None
+        self._next_seq_key = 0
+        self._draining = False
+
+    # --- for requests ---------------------------------------------------------------------------
+
+    @property
+    def model(self) -> SchedulerModel | None:
+        """The model that the schedulers serve, or last served; its length the least of theirs.
+
+        None before the first welcome, and when the model does not fit the tokenizer.
+        """
+        return self._model
+
+    def reserve_seq_keys(self, n: int) -> int:
+        """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.
+
+        Raises UnavailableError while there is no scheduler.
+        """
+        if not self._connected:
+            raise self.unavailable()
+        first = self._next_seq_key
+        self._next_seq_key += n
+        return first
+
+    def submit(self, live: LiveRequest) -> None:
+        """Submits a request whose keys were reserved without an await in between."""
+        self._choose(live, self._connected).submit(live)
+
+    def cancel(self, seq_keys: Sequence[int]) -> None:
+        """Ends what is live of one request; nothing more is heard of it."""
+        for link in self._links:
+            link.cancel(seq_keys)
+
+    def leave(self, live: LiveRequest) -> None:
+        """Leaves a request to its scheduler, until its client resumes it through some router."""
+        if (link := self._link_of(live)) is not None:
+            link.leave(live)
+
+    def drop(self, live: LiveRequest) -> None:
+        """Hears no more of a request, whatever the scheduler does."""
+        for link in self._links:
+            link.table.discard(live)
+
+    def is_kept(self, live: LiveRequest) -> bool:
+        """Whether there is a scheduler that knows the request now."""
+        link = self._link_of(live)
+        return link is not None and link.is_connected
+
+    async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
+        """Takes over a request; gives it with all that came of it, and its news from then on.
+
+        `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
+        refuses, such as `NotFoundError`; `UnavailableError` while there is none.
+        """
+        refusal: QuireError = self.unavailable()
+        for link in self._connected:
+            try:
+                return await link.resume(request_id, tenant, self.reserve_seq_keys(MAX_N), start)
+            except NotFoundError as error:
+                refusal = error
+        raise refusal
+
+    def unavailable(self) -> UnavailableError:
+        """Why there is no scheduler to serve a request."""
+        for link in self._links:
+            if link.misfit is not None:
+                return UnavailableError(str(link.misfit))
+        targets = ", ".join(link.target for link in self._links)
+        return UnavailableError(
+            f"the scheduler at {targets} is not connected" if targets else "no scheduler is found"
+        )
+
+    def drain(self) -> None:
+        """From now on leaves `health` alone: a process that is ending is not ready."""
+        self._draining = True
+
+    # --- questions ------------------------------------------------------------------------------
+
+    async def load(self) -> Load:
+        """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
+        if not self._connected:
+            raise self.unavailable()
+        return _add_up(await asyncio.gather(*(link.load() for link in self._connected)))
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
+
+        Raises what they refuse, `UnavailableError` while there is none.
+        """
+        return await self._ask_all(lambda link: link.describe_kv(query))
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
+        return await self._ask_all(lambda link: link.describe_activity(query))
+
+    async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
+        refusal: QuireError | None = None if self._connected else self.unavailable()
+        workers: list[T] = []
+        for link in self._connected:
+            try:
+                workers += await ask(link)
+            except NotFoundError as error:  # the worker may be another one's
+                refusal = error
+        if refusal is not None and not workers:
+            raise refusal
+        return workers
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps a stream to each scheduler, until cancelled.
+
+        Raises whatever breaks one, which is a bug; the live requests fail first.
+        """
+        self._show()
+        watch = asyncio.create_task(self._watch_loads(), name="schedulers' loads")
+        try:
+            await keep_members(
+                self._discovery, join=self._join, may_leave=self._may_leave, left=self._left
+            )
+        except Exception:
+            for link in self._links:
+                self._fail_all(link, "the router broke")
+            raise
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    def _join(self, target: str) -> SchedulerLink:
+        link = SchedulerLink(target, self._config, self)
+        self._links.append(link)
+        self._show()
+        return link
+
+    def _may_leave(self, link: SchedulerLink) -> bool:
+        return not link.is_connected and (not link.table or bool(self._connected))
+
+    def _left(self, link: SchedulerLink) -> None:
+        self._links.remove(link)
+        self._sights.pop(link, None)
+        self._move_all(link)
+        self._show()
+
+    async def _watch_loads(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if len(links := self._connected) > 1:
+                await asyncio.gather(*map(self._look, links))
+
+    async def _look(self, link: SchedulerLink) -> None:
+        with contextlib.suppress(QuireError):
+            load = await link.load()
+            num_seqs = load.num_requests_running + load.num_requests_waiting
+            self._sights[link] = _Sight(
+                max(0, num_seqs - len(link.table)), max(1, load.num_workers)
+            )
+
+    # --- for the links (LinkOwner) --------------------------------------------------------------
+
+    def check_fit(self, link: SchedulerLink, model: SchedulerModel) -> None:
+        """Checks that a scheduler's model is the tokenizer's, and that of the others."""
+        others = [other for other in self._connected if other is not link]
+        before = self._model
+        misfit: str | None = None
+        if self._num_token_ids > model.vocab_size:
+            misfit = (
+                f"the router's tokenizer has {self._num_token_ids} token ids, but the model"
+                f" {model.id!r} of the scheduler at {link.target} has a vocabulary of"
+                f" {model.vocab_size}: --model must name the directory of the model that is served"
+            )
+        elif before is not None and others and not model.can_continue(before):
+            misfit = (
+                f"the scheduler at {link.target} has the model {model.id!r};"
+                f" the others have {before.id!r}"
+            )
+        if misfit is not None:
+            if others:
+                self._move_all(link)
+            else:
+                self._model = None
+                self._fail_all(link, misfit)
+            raise MisfitError(misfit)
+        if before is not None and not model.can_continue(before):
+            for each in self._links:
+                self._fail_all(each, "the service now has another model")
+        lengths = [other.model.max_model_len for other in others if other.model is not None]
+        self._model = dataclasses.replace(model, max_model_len=min([model.max_model_len, *lengths]))
+
+    def connected(self, link: SchedulerLink) -> None:
+        """Gives it what was live at others that are lost."""
+        for other in self._links:
+            self._move_all(other, [link])
+        self._show()
+
+    def changed(self, link: SchedulerLink) -> None:
+        """Waits a moment for a scheduler that is lost: its workers have the KV."""
+        if not link.is_connected and link.table and self._connected:
+            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        self._show()
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    @property
+    def _connected(self) -> list[SchedulerLink]:
+        return [link for link in self._links if link.is_connected]
+
+    def _link_of(self, live: LiveRequest) -> SchedulerLink | None:
+        keys = live.live_seq_keys
+        return next((link for link in self._links if any(k in link.table for k in keys)), None)
+
+    def _choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
+        candidates = []
+        for link in links:
+            sight = self._sights.get(link, _Sight())
+            num_seqs = sight.num_other_seqs + len(link.table)
+            candidates.append(Candidate(link.target, num_seqs, sight.num_workers))
+        record = live.record
+        n = len(live.live_seq_keys)
+        return links[choose(record.prompt_token_ids, record.cache_salt, n, candidates)]
+
+    def _move_all(
+        self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
+    ) -> None:
+        """Moves what is live at a scheduler that is lost to those that are connected, if any."""
+        targets = self._connected if targets is None else targets
+        if link.is_connected or not targets:
+            return  # it has come back meanwhile, or everything waits
+        for live in link.table.lives:
+            link.table.discard(live)
+            self._choose(live, targets).submit(live)
+
+    def _fail_all(self, link: SchedulerLink, message: str) -> None:
+        error = OutputError(grpc.StatusCode.UNAVAILABLE.value[0], message, retryable=True)
+        for live in link.table.lives:
+            link.table.discard(live)
+            for seq_key in live.live_seq_keys:
+                live.finish(seq_key, FinishReason.ERROR, error=error)
+
+    def _show(self) -> None:
+        num_connected = len(self._connected)
+        metrics.SCHEDULER_CONNECTED.set(num_connected)
+        if self._draining:
+            return
+        hangs = [link.hang for link in self._connected if link.hang is not None]
+        if num_connected > len(hangs):
+            self._health.set_ready()
+        elif hangs:
+            self._health.set_not_ready("; ".join(hangs))
+        elif problems := [link.status for link in self._links if not link.is_starting]:
+            self._health.set_not_ready("; ".join(problems))
+        else:
+            waits = [link.status for link in self._links]
+            self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
+
+
+def _add_up(loads: Sequence[Load]) -> Load:
+    names = [field.name for field in dataclasses.fields(Load)]
+    columns = {name: [getattr(load, name) for load in loads] for name in names}
+    return Load(**{name: (max if name in _NO_SUMS else sum)(of) for name, of in columns.items()})

@@ -1,0 +1,53 @@
+"""A worker says when its GPU's memory gets short, once for each change."""
+
+import structlog
+from prometheus_client import REGISTRY
+
+from gpu_worker.device_memory import DeviceMemory, Level, MemoryMonitor
+
+
+class FakeDriver:
+    """Of a device of 1000 bytes, of which torch has 900."""
+
+    def __init__(self):
+        self.free, self.allocated = 100, 800
+
+    def read(self):
+        return DeviceMemory(1000, self.free, 900, self.allocated, split=90)
+
+
+def test_levels_change_with_what_can_be_had_and_are_told_once():
+    driver = FakeDriver()
+    monitor = MemoryMonitor(driver)
+    with structlog.testing.capture_logs() as logs:
+        assert monitor.check() is Level.OK
+        driver.free, driver.allocated = 10, 890  # 20 bytes to be had
+        assert monitor.check() is Level.WARNING
+        assert monitor.check() is Level.WARNING
+        driver.free, driver.allocated = 0, 891
+        assert monitor.check() is Level.CRITICAL
+        driver.free = 100
+        assert monitor.check() is Level.OK
+    told = [(line["log_level"], line["before"], line["level"]) for line in logs]
+    assert told == [
+        ("warning", "OK", "WARNING"),
+        ("warning", "WARNING", "CRITICAL"),
+        ("info", "CRITICAL", "OK"),
+    ]
+    assert logs[1]["available_bytes"] == 9
+
+
+def test_metrics_have_what_driver_and_allocator_say():
+    MemoryMonitor(FakeDriver()).check()
+    name = "quire_worker_device_memory_bytes"
+    values = {
+        kind: REGISTRY.get_sample_value(name, {"kind": kind})
+        for kind in ("total", "free", "reserved", "allocated")
+    }
+    assert values == {"total": 1000, "free": 100, "reserved": 900, "allocated": 800}
+    assert REGISTRY.get_sample_value("quire_worker_device_memory_fragmentation") == 0.1
+    assert REGISTRY.get_sample_value("quire_worker_device_memory_level") == 0
+
+
+def test_a_device_of_which_torch_has_nothing_is_not_fragmented():
+    assert DeviceMemory(1000, 1000, 0, 0, 0).fragmentation == 0

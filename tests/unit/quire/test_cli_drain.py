@@ -1,0 +1,86 @@
+"""`quire drain` against a fake of a process, and what `quire restart` says of what is not there."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from quire.cli import restart
+from quire.cli.__main__ import main
+from quire.cli.service_dir import ServiceInfo, ServiceProcess
+from quire.v1 import admin_pb2, admin_pb2_grpc
+
+
+class FakeProcess(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self) -> None:
+        self.key = ""
+
+    async def Drain(self, request, context):  # noqa: ARG002, N802
+        if (
+            self.key
+            and ("authorization", f"Bearer {self.key}") not in context.invocation_metadata()
+        ):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no key")
+        yield admin_pb2.DrainResponse(num_live=2)
+        yield admin_pb2.DrainResponse(num_live=0)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[tuple[str, FakeProcess]]:
+    fake, server = FakeProcess(), grpc.aio.server()
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
+    # pytest's own temporary paths can be longer than a socket's may be.
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        server.add_insecure_port(f"unix:{folder}/s")
+        await server.start()
+        yield f"unix:{folder}/s", fake
+        await server.stop(0)
+
+
+async def test_it_says_what_is_live_until_it_has_drained(process, capsys):
+    target, _ = process
+    assert await asyncio.to_thread(main, ["drain", target]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{target} drains: 2 live",
+        f"{target} drains: 0 live",
+        f"{target} has drained, and ends",
+    ]
+
+
+async def test_a_router_is_shown_the_key(process, capsys):
+    target, fake = process
+    fake.key = "secret"
+    assert await asyncio.to_thread(main, ["drain", target]) == 1
+    assert "no key" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["drain", target, "--api-key", "secret"]) == 0
+
+
+SERVICE = ServiceInfo(
+    pid=1,
+    model="/m",
+    model_name="m",
+    http_address="127.0.0.1:8000",
+    grpc_target="127.0.0.1:50051",
+    log_dir="/l",
+    processes=tuple(
+        ServiceProcess(name, f"127.0.0.1:{port}", 100 + port, 0)
+        for port, name in enumerate(("worker-0", "scheduler", "router"))
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("services", "argv", "problem"),
+    [
+        ([], [], "--http-port: is not given: 0 services"),
+        ([SERVICE, SERVICE], [], "2 services"),
+        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: 0 services"),
+        ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
+    ],
+)
+def test_what_cannot_be_restarted_is_said(services, argv, problem, monkeypatch, capsys):
+    monkeypatch.setattr(restart, "running_services", lambda: iter(services))
+    assert main(["restart", *argv]) == 1
+    assert problem in capsys.readouterr().err

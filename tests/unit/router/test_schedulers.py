@@ -1,0 +1,273 @@
+"""Several schedulers behind one router: who gets a request, and who gets it next."""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+from router_fake_scheduler import LENGTH, FakeScheduler
+
+from quire.v1 import kv_pb2
+from router import schedulers as schedulers_module
+from router.domain import GenerateRequest, OutputDelta, ResumeRequest
+from router.inference import Inference
+from router.scheduler_choice import Candidate, choose
+from router.scheduler_link import LinkConfig
+from router.schedulers import Schedulers
+from router.tokenizer import load_tokenizer
+from rpc.discovery import Discovery
+from rpc.errors import NotFoundError, UnavailableError
+from rpc.health import Health
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class FakeResolver:
+    def __init__(self, *targets):
+        self.targets = list(targets)
+
+    async def resolve(self, host, port):  # noqa: ARG002
+        return self.targets
+
+
+class Pool:
+    """A router whose schedulers a test starts and stops."""
+
+    def __init__(self, model_dir, discovery):
+        self.health = Health()
+        self._changed = asyncio.Event()
+        self.health.on_change(self._changed.set)
+        tokenizer = load_tokenizer(model_dir)
+        self.schedulers = Schedulers(
+            discovery,
+            LinkConfig(router_id="test", max_message_mb=4),
+            num_token_ids=len(tokenizer.table.pieces),
+            health=self.health,
+        )
+        self.inference = Inference(
+            "tiny", tokenizer, self.schedulers, max_live_requests=99, tokenizer_threads=1
+        )
+
+    async def wait_for(self, num_connected, num_known=None):
+        while (
+            len(self.schedulers._connected) != num_connected
+            or len(self.schedulers._links) != (num_known or len(self.schedulers._links))
+        ):  # fmt: skip
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def start(self, prompt, **options):
+        return await self.inference.generate(GenerateRequest(prompt=prompt, **options))
+
+
+@contextlib.asynccontextmanager
+async def running(model_dir, discovery):
+    pool = Pool(model_dir, discovery)
+    task = asyncio.create_task(pool.schedulers.run())
+    try:
+        yield pool
+    finally:
+        pool.inference.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled(), "it broke"
+
+
+@pytest.fixture
+async def pair(tmp_path):
+    fakes = [FakeScheduler(tmp_path / name) for name in "ab"]
+    yield fakes
+    for fake in fakes:
+        if fake._server is not None:
+            await fake.stop()
+
+
+@pytest.fixture
+async def pool(model_dir, pair):
+    for fake in pair:
+        await fake.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(2)
+        yield pool
+
+
+async def place(pool, pair, prompt, **options):
+    """Starts a request; gives it, its message, and the scheduler that has it, before the other."""
+    live = await pool.start(prompt, **options)
+    gets = {asyncio.create_task(fake.submits.get()): fake for fake in pair}
+    (got,), others = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    home = gets[got]
+    return live, got.result(), home, next(fake for fake in pair if fake is not home)
+
+
+async def test_prompts_with_one_beginning_meet_and_others_spread(pool, pair):
+    homes = Counter()
+    for first in range(16):
+        lives = []
+        for last in range(2):
+            live, _, home, _ = await place(pool, pair, (*[first + 5] * 64, last + 5)[:50])
+            lives.append((live, home))
+        assert lives[0][1] is lives[1][1]
+        homes[lives[0][1].target] += 1
+        for live, _ in lives:
+            await live.aclose()
+    assert len(homes) == 2
+
+
+async def test_what_was_live_at_a_scheduler_that_stays_away_goes_to_another(
+    pool, pair, monkeypatch
+):
+    monkeypatch.setattr(schedulers_module, "_RETURN_S", 0.01)
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    key = submit.first_seq_key
+    await home.step({key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+    await home.stop()
+    again = await other.submits.get()
+    assert again.first_seq_key == key
+    assert len(again.outputs[0].token_ids) == 4
+    await other.step({key: [71]}, finished={key: LENGTH})
+    delta, _, _ = [event async for event in live]
+    assert (delta.token_offset, delta.token_ids) == (1, (71,))
+
+
+async def test_a_scheduler_that_returns_has_its_requests_again(pool, pair, monkeypatch):
+    monkeypatch.setattr(schedulers_module, "_RETURN_S", 60.0)
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    await home.stop()
+    await pool.wait_for(1)
+    await home.start()
+    assert await home.submits.get() == submit
+    assert other.submits.empty()
+    await live.aclose()
+
+
+async def test_who_stood_by_gets_what_was_live(model_dir, pair):
+    one, standby = pair
+    await one.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(1)
+        live = await pool.start((5, 6, 7))
+        submit = await one.submits.get()
+        await one.stop()
+        await pool.wait_for(0)
+        assert not pool.health.ready
+        with pytest.raises(UnavailableError):
+            await pool.start((8,))
+        await standby.start()
+        assert await standby.submits.get() == submit
+        assert pool.health.ready
+        await live.aclose()
+        assert await standby.cancels.get() == [submit.first_seq_key]
+
+
+async def test_schedulers_come_and_go_with_dns(model_dir, pair):
+    one, other = pair
+    for fake in pair:
+        await fake.start()
+    resolver = FakeResolver(one.target)
+    discovery = Discovery(["dns:scheduler:50052"], resolver=resolver, interval_s=0.01)
+    async with running(model_dir, discovery) as pool:
+        await pool.wait_for(1)
+        resolver.targets[:] = [other.target]
+        await pool.wait_for(2)  # the one that only DNS has lost goes on
+        await one.stop()
+        await pool.wait_for(1, num_known=1)
+        live = await pool.start((5, 6, 7))
+        await other.submits.get()
+        await live.aclose()
+
+
+async def test_a_request_is_resumed_wherever_it_is(pool, pair):
+    options = {"request_id": "r", "resumable": True}
+    live, submit, home, other = await place(pool, pair, (5, 6, 7), **options)
+    await live.aclose()
+    await home.leaves.get()
+    request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
+    resuming = asyncio.create_task(pool.inference.resume(request))
+
+    async def answer(fake):
+        key = (await fake.resumes.get()).first_seq_key
+        if fake is other:
+            await fake.refuse(key, NotFoundError.code, "unknown")
+        else:
+            await fake.resumed(submit, key)
+
+    answers = [asyncio.create_task(answer(fake)) for fake in (home, other)]
+    resumed = await resuming
+    await resumed.aclose()
+    for task in answers:
+        task.cancel()
+
+
+async def test_what_nobody_knows_is_not_found(pool, pair):
+    request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
+    resuming = asyncio.create_task(pool.inference.resume(request))
+    for fake in pair:
+        asked = await fake.resumes.get()
+        await fake.refuse(asked.first_seq_key, NotFoundError.code, "unknown")
+    with pytest.raises(NotFoundError, match="unknown"):
+        await resuming
+
+
+async def test_loads_are_added_up_and_workers_of_all_are_described(pool, pair):
+    for fake in pair:
+        fake.load.fragmentation = 0.25
+        fake.load.block_size = 16
+    load = await pool.inference.load()
+    assert (load.num_blocks, load.num_workers) == (14, 2)
+    assert (load.block_size, load.fragmentation) == (16, 0.25)
+    assert len(await pool.inference.describe_kv(kv_pb2.KvQuery())) == 2
+    with pytest.raises(NotFoundError, match="nowhere"):
+        await pool.inference.describe_kv(kv_pb2.KvQuery(worker="nowhere"))
+
+
+async def test_a_scheduler_with_another_model_than_the_others_is_left_out(model_dir, pair):
+    one, other = pair
+    other.model_id = "others"
+    await one.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(1)
+        await other.start()
+        await other.routers.get()
+        await other.routers.get()  # it is asked again and again
+        assert len(pool.schedulers._connected) == 1
+        live = await pool.start((5, 6, 7))
+        await one.submits.get()
+        await live.aclose()
+
+
+class TestChoice:
+    IDLE = tuple(Candidate(name, 0) for name in "abc")
+
+    def test_all_routers_choose_alike_in_whatever_order_they_list(self):
+        for first in range(20):
+            chosen = self.IDLE[choose([first], "", 1, self.IDLE)].name
+            turned = self.IDLE[::-1]
+            assert turned[choose([first], "", 1, turned)].name == chosen
+
+    def test_only_the_beginning_and_the_salt_count(self):
+        prompts = [list(range(64)), [*range(64), 7], [*range(64), 8, 9]]
+        assert len({choose(prompt, "s", 1, self.IDLE) for prompt in prompts}) == 1
+        assert len({choose(prompts[0], str(salt), 1, self.IDLE) for salt in range(20)}) == 3
+
+    def test_the_requests_of_one_that_goes_move_and_no_others(self):
+        for first in range(20):
+            before = self.IDLE[choose([first], "", 1, self.IDLE)].name
+            after = self.IDLE[:2][choose([first], "", 1, self.IDLE[:2])].name
+            assert before in (after, "c")
+
+    def test_one_that_has_more_than_its_share_is_passed_over(self):
+        first = choose([1], "", 1, self.IDLE)
+        loads = [30, 30, 30]
+        loads[first] = 60
+        busy = [Candidate(c.name, n) for c, n in zip(self.IDLE, loads, strict=True)]
+        assert choose([1], "", 1, busy) != first
+        wide = [Candidate(c.name, n, 1 + (n == 60)) for c, n in zip(self.IDLE, loads, strict=True)]
+        assert choose([1], "", 1, wide) == first  # it has two workers
+
+    def test_a_request_too_wide_for_all_goes_where_least_is(self):
+        loads = [Candidate("a", 9), Candidate("b", 8), Candidate("c", 9)]
+        assert choose([1], "", 100, loads) == 1

@@ -1,0 +1,77 @@
+"""Drains that somebody asks for: who may, and what is told meanwhile."""
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from quire.v1 import admin_pb2, admin_pb2_grpc
+from rpc.admin import AdminServicer
+from rpc.channel import open_channel
+from rpc.errors import PermissionDeniedError
+
+pytestmark = pytest.mark.timeout(20)
+
+
+async def test_a_process_drains_and_tells_of_it_until_it_has_drained(run_server, settings):
+    live, stop, leave = [3], asyncio.Event(), asyncio.Event()
+    async with (
+        run_server(settings, stop=stop, num_live=lambda: live[0], on_drain=leave.wait) as addresses,
+        open_channel(addresses.grpc) as channel,
+    ):
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+        assert (await call.read()).num_live == 3
+        assert stop.is_set()
+        live[0] = 1
+        assert (await call.read()).num_live == 1
+        leave.set()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_who_is_no_operator_is_refused_and_the_process_goes_on(run_server, settings):
+    def check_operator():
+        raise PermissionDeniedError("a tenant's key")
+
+    stop = asyncio.Event()
+    async with (
+        run_server(settings, stop=stop, check_operator=check_operator) as addresses,
+        open_channel(addresses.grpc) as channel,
+    ):
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert await call.details() == "a tenant's key"
+        assert not stop.is_set()
+
+
+@pytest.mark.parametrize(
+    ("peer", "has_client_certificates", "may"),
+    [
+        ("unix:", False, True),
+        ("unix:/run/q.sock", False, True),
+        ("ipv4:127.0.0.1:4711", False, True),
+        ("ipv6:[::1]:4711", False, True),
+        ("ipv6:%5B::1%5D:4711", False, True),
+        ("ipv4:10.0.0.7:4711", False, False),
+        ("ipv4:10.0.0.7:4711", True, True),
+        ("ipv6:[2001:db8::1]:4711", False, False),
+        ("", False, False),
+    ],
+)
+async def test_strangers_from_elsewhere_are_refused(peer, has_client_certificates, may):
+    stopping = asyncio.Event()
+    servicer = AdminServicer(
+        stopping,
+        num_live=lambda: 0,
+        check_operator=None,
+        has_client_certificates=has_client_certificates,
+    )
+    told = servicer.Drain(admin_pb2.DrainRequest(), SimpleNamespace(peer=lambda: peer))
+    if may:
+        assert (await anext(told)).num_live == 0
+    else:
+        with pytest.raises(PermissionDeniedError, match="own machine"):
+            await anext(told)
+    assert stopping.is_set() == may
+    await told.aclose()
