@@ -55,6 +55,7 @@ def generate_request(
     n: int | None = None,
     stop: Sequence[str] = (),
     beam: common_pb2.BeamSearch | None = None,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
     """A request; greedy unless it has a temperature."""
@@ -63,6 +64,7 @@ def generate_request(
         n=n,
         stop=stop,
         beam=beam,
+        cache_salt=cache_salt,
     )
     if isinstance(prompt, str):
         request.text = prompt
