@@ -99,7 +99,9 @@ class BlockLabels:
         """
         if len(failed):
             has_failed = np.isin(step.swap_in_dst_block_ids, failed)
-            self.host.take(step.swap_in_src_block_ids[has_failed])
+            bad = step.swap_in_src_block_ids[has_failed]
+            self._void_stores(self.host.of(bad)[0])
+            self.host.take(bad)
             self._avoid(failed)
 
     def distrust(self, rows: Rows, failed_rows: Int64Array) -> None:
@@ -109,6 +111,7 @@ class BlockLabels:
             labels, ages = self.device.of(blocks)
             for tier in (self.device, self.host, self.disk):
                 tier.take_equal(labels[ages > 0])
+            self._void_stores(labels[ages > 0])
             self._avoid(blocks)
 
     def end_stores(self, stored: Int32Array, failed: Int32Array) -> None:
@@ -172,6 +175,13 @@ class BlockLabels:
             blocks = rows.block_tables[row, firsts[index] + 1 : lasts[index] + 1]
             self.device.take(blocks)
             self._is_void[blocks] = False
+
+    def _void_stores(self, labels: Labels) -> None:
+        """Let stores under way bring none of uint8[N, 32] labels."""
+        wrong = {label.tobytes() for label in labels}
+        for label, age in self._stores.values():
+            if label.tobytes() in wrong:
+                age[:] = 0
 
     def _avoid(self, blocks: Int32Array) -> None:
         self.device.take(blocks)

@@ -287,9 +287,11 @@ class Inference:
             raise UnavailableError(f"request {request_id!r} is being taken on by another call")
         if live.record.resume_record is None:
             raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
-        if not self._schedulers.is_kept(live):  # whose copy would be the only one
+        # Without one, this router's copy would be the only one; of what has ended, news are kept.
+        if live.live_seq_keys and not self._schedulers.is_kept(live):
             raise self._schedulers.unavailable()
-        self._schedulers.drop(live)
+        # Not given up: if it is refused to the other call, it still can be resumed.
+        self._schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _prepare(

@@ -36,7 +36,7 @@ from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from rpc.silence import LOST_AFTER_S, TICK_S, Silence
-from rpc.status import status_to_error
+from rpc.status import calling
 from rpc.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05
@@ -153,31 +153,25 @@ class SchedulerLink:
     async def load(self) -> Load:
         """Asks how busy the scheduler is; raises UnavailableError while there is none."""
         request = scheduler_pb2.GetSchedulerLoadRequest()
-        try:
+        with calling():
             response = await self._connected().GetSchedulerLoad(request, timeout=_ASK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
         return load_from_proto(response.load)
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Asks who holds which KV blocks; raises what the scheduler refuses."""
         request = scheduler_pb2.DescribeSchedulerKvRequest(query=query)
-        try:
+        with calling():
             response = await self._connected().DescribeSchedulerKv(request, timeout=_ASK_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
         workers: Sequence[WorkerKv] = response.workers
         return workers
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Asks what the workers are doing; raises what the scheduler refuses."""
         request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
-        try:
+        with calling():
             response = await self._connected().DescribeSchedulerActivity(
                 request, timeout=_ASK_TIMEOUT_S
             )
-        except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
         workers: Sequence[WorkerActivity] = response.workers
         return workers
 

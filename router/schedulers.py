@@ -104,11 +104,6 @@ class Schedulers:
         if (link := self._link_of(live)) is not None:
             link.leave(live)
 
-    def drop(self, live: LiveRequest) -> None:
-        """Hears no more of a request, whatever the scheduler does."""
-        for link in self._links:
-            link.table.discard(live)
-
     def is_kept(self, live: LiveRequest) -> bool:
         """Whether there is a scheduler that knows the request now."""
         link = self._link_of(live)

@@ -1,9 +1,10 @@
 """Errors to gRPC status and back, with `google.rpc` details; the interceptor that applies it."""
 
+import asyncio
 import contextlib
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -73,6 +74,27 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
     if isinstance(error, errors.TooBusyError):
         trailing += ((PUSHBACK_KEY, str(round(error.retry_after_s * 1e3))),)
     return code, message, trailing
+
+
+@contextlib.contextmanager
+def calling() -> Iterator[None]:
+    """Turn what awaiting a call raises into a QuireError.
+
+    A call whose channel is closed meanwhile raises CancelledError, though nobody cancelled the task
+    that awaits it; let through, that would end the task.
+
+    Raises:
+        QuireError: What the peer said, or that it is lost.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise status_to_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise errors.UnavailableError("the connection was closed meanwhile") from None
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:

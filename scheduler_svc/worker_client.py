@@ -14,7 +14,7 @@ from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.packing import pack_int32
 from rpc.silence import BEAT_S, TICK_S, Silence
-from rpc.status import status_to_error
+from rpc.status import calling
 from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
@@ -172,10 +172,8 @@ class WorkerLink:
             source_host_block_ids=pack_int32(sources),
             host_block_ids=pack_int32(targets),
         )
-        try:
+        with calling():
             await self._stub.PullKv(request)
-        except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
 
     def let_go(self) -> None:
         """Take the worker for lost: it is about to end."""

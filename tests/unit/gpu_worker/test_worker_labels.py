@@ -114,6 +114,14 @@ def test_a_store_brings_its_label_when_it_has_ended(worker):
     assert worker.tier("host") == {2: 10}
 
 
+def test_a_store_of_what_turns_out_to_be_bad_brings_no_label(worker):
+    worker.step(named={1: 10}, swap_out_src_block_ids=[1], swap_out_dst_block_ids=[5])
+    worker.step(disk_store_src_block_ids=[5], disk_store_dst_block_ids=[7])
+    worker.step(swap_in_src_block_ids=[5], swap_in_dst_block_ids=[2], failed=[2])
+    worker.labels.end_stores(ints(7), NONE)
+    assert worker.tier("disk") == {}
+
+
 def test_a_load_that_fails_takes_the_label_from_the_disk(worker):
     worker.step(named={1: 10}, swap_out_src_block_ids=[1], swap_out_dst_block_ids=[5])
     worker.step(disk_store_src_block_ids=[5, 5], disk_store_dst_block_ids=[7, 6])

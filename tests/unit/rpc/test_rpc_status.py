@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from rpc import errors
 from rpc.channel import open_channel
 from rpc.grpc_server import Service
-from rpc.status import DETAILS_KEY, error_to_status, status_to_error
+from rpc.status import DETAILS_KEY, calling, error_to_status, status_to_error
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -265,3 +265,53 @@ def all_subclasses():
     return {
         kind for kind in errors.QuireError.__subclasses__() if kind.__module__ == errors.__name__
     }
+
+
+@pytest.fixture
+async def endless_call(tmp_path):
+    """A channel to a server that never answers, and a call that has reached it."""
+    is_called = asyncio.Event()
+
+    async def never(_request, _context):
+        is_called.set()
+        await asyncio.Event().wait()
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(never)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("S", {"M": handler})])
+    target = f"unix:{tmp_path / 's'}"
+    server.add_insecure_port(target)
+    await server.start()
+    async with grpc.aio.insecure_channel(target) as channel:
+        call = channel.unary_unary("/S/M")(b"")
+        await asyncio.wait([asyncio.create_task(is_called.wait())])
+        yield channel, call
+    await server.stop(None)
+
+
+async def test_a_call_whose_channel_is_closed_is_lost_and_its_task_goes_on(endless_call):
+    channel, call = endless_call
+
+    async def wait():
+        with calling():
+            await call
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    await channel.close(None)
+    with pytest.raises(errors.UnavailableError, match="closed meanwhile"):
+        await waiting
+
+
+async def test_a_task_that_is_cancelled_while_it_calls_is_cancelled(endless_call):
+    _, call = endless_call
+
+    async def wait():
+        with calling():
+            await call
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
