@@ -19,7 +19,16 @@ LIKELY = {0: -0.1, 1: -0.2, 2: -3.0, 3: -9.0}
 """After anything: the two beams of a search are its best one's children, as long as both last."""
 
 
-def search(core: Scheduler, key: int, prompt, *, width: int = 2, max_tokens: int = 8, n: int = 1):
+def search(
+    core: Scheduler,
+    key: int,
+    prompt,
+    *,
+    width: int = 2,
+    max_tokens: int = 8,
+    n: int = 1,
+    cache_pin_s: float | None = None,
+):
     request = Request(
         source=ROUTER,
         first_seq_key=SeqKey(key),
@@ -29,6 +38,7 @@ def search(core: Scheduler, key: int, prompt, *, width: int = 2, max_tokens: int
         max_tokens=max_tokens,
         sampling=b"",
         beam=BeamParams(width, end_token_ids=()),
+        cache_pin_s=cache_pin_s,
     )
     core.submit(request, now=float(key))
     check(core)
@@ -60,6 +70,16 @@ def tokens(plan: StepPlan) -> list[list[int]]:
 
 def copies(plan: StepPlan) -> list[tuple[int, int]]:
     return list(zip(plan.copy_src_block_ids, plan.copy_dst_block_ids, strict=True))
+
+
+def test_the_prompt_of_a_search_is_pinned_once():
+    core = make_core()
+    search(core, 0, range(9), cache_pin_s=10.0)
+    plan = schedule(core)
+    assert [(pin.seq_key, pin.num_tokens) for pin in report(core, plan, r0=LIKELY).pinned] == [
+        (0, 8)
+    ]
+    assert core.load().num_pinned_blocks == 2
 
 
 def test_beams_share_full_blocks_and_copy_the_partial_one():

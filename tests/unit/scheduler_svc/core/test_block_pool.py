@@ -81,3 +81,11 @@ def test_reference_counts_can_be_watched_but_not_changed():
     assert counts.tolist() == [2, 2, 0, 0, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         counts[0] = 0
+
+
+def test_of_two_contents_that_a_block_is_said_to_have_the_first_counts():
+    pool = make_pool()
+    pool.restore([], [3, 3, 4], [b"p", b"q", b"p"])
+    assert pool.find([b"p"]) == [3]
+    assert pool.find([b"q"]) == []
+    assert (pool.num_cached, pool.num_blank) == (1, 5)

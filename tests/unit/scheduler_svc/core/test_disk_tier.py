@@ -174,6 +174,12 @@ def test_a_prompt_on_the_disk_is_loaded_at_once_and_then_swapped_in():
     assert core.load().num_loaded_blocks == 2
 
 
+def test_of_a_prompt_that_ends_with_a_block_the_last_is_not_loaded():
+    core = make_full()
+    submit(core, 10, [1] * 8, max_tokens=1)  # one token must be computed
+    assert loads(schedule(core)) == {1: 3}
+
+
 def test_placement_counts_what_any_tier_has_of_a_prompt():
     core = make_full()
     chains = []
@@ -569,6 +575,21 @@ def test_the_end_of_a_move_that_has_not_gone_out_is_a_bug():
     tier.disk.load(disk, host, None)
     with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is under way"):
         tier.disk.answer(outcome(loaded_host_block_ids=[host]))
+
+
+def test_blocks_are_moving_from_when_it_is_asked_for_until_the_step_is_answered():
+    tier = make_tier()
+    assert not tier.is_moving
+    (host,) = tier.swap_out([DeviceBlockId(0)], [])
+    assert tier.is_moving
+    send(tier)
+    assert not tier.is_moving, "a swap-out has read before its step computes"
+    tier.swap_in([host], [DeviceBlockId(1)])
+    assert tier.is_moving
+    send(tier, 2)
+    assert tier.is_moving
+    tier.answer(StepId(2), np.empty(0, np.int32))
+    assert not tier.is_moving
 
 
 def test_more_loads_than_the_limit_ask_for_no_step_until_one_has_ended():
