@@ -436,6 +436,15 @@ def test_no_more_is_let_go_than_there_is_need_for():
     assert core.load().num_cached_host_blocks == 0, "the first's is still held"
 
 
+def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_comes_back():
+    core, _ = preempt_beside([1] * 5, [2] * 5)
+    (swapped,) = [seq for seq in core._live if seq.status is SeqStatus.SWAPPED]
+    assert core._tier.pool.num_free == 0
+    assert core._host_room.make_for_fetch(swapped, 1)
+    assert core._tier.pool.num_free == 1
+    check(core)
+
+
 def test_a_sequence_that_just_fits_the_host_is_swapped_out():
     core = make_core(
         num_blocks=3, num_host_blocks=1, num_disk_blocks=1, preemption_mode=PreemptionMode.SWAP
