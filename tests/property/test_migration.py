@@ -30,6 +30,9 @@ class MigrationMachine(SchedulerMachine):
         self.core = Replica(self.config)
         self.moves: list[Move] = []
 
+    def forget_moves(self):
+        self.moves.clear()
+
     @property
     def must_go_on(self):
         return any(seq.status is not SeqStatus.MIGRATING for seq in self.core._live)

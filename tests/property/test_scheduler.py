@@ -323,12 +323,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.oracle.lose(lost_source)
         self.resubmit_all()  # of the restart before
         self.core = Successor(self.config)
+        self.forget_moves()
         self.core.inherit(self.worker.hand_over(), self.now)
         check(self.core)
         self.unanswered.clear()
         self.to_resubmit = self.oracle.resubmittable()
         while len(self.to_resubmit) > num_late:
             self.resubmit(self.to_resubmit.pop(0))
+
+    def forget_moves(self):
+        """What moved between workers under the scheduler that is lost does so no more."""
 
     @precondition(lambda self: self.to_resubmit)
     @rule()
