@@ -151,7 +151,6 @@ async def test_a_worker_whose_device_fails_tells_its_scheduler_and_ends(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(addresses.grpc, [5, 6, 7, 8], 1)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
-        await asyncio.Event().wait()  # the worker ends by itself
 
     with pytest.raises(StepsFailedError, match="the device failed: device-side assert"):
         await run_worker(settings(model, tmp_path), on_started=drive)
