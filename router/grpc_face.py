@@ -98,11 +98,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, _: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Tokenizes a text or a chat."""
-        max_model_len = self._inference.model(request.model).max_model_len
+        max_model_len = self._inference.model.info(request.model).max_model_len
         has_special = request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
             case "text":
-                token_ids = await self._inference.tokenize(
+                token_ids = await self._inference.text.tokenize(
                     request.model,
                     request.text,
                     add_special_tokens=request.add_special_tokens if has_special else True,
@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     )
                 if not request.chat.messages:
                     raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
-                token_ids = await self._inference.tokenize_chat(
+                token_ids = await self._inference.text.tokenize_chat(
                     request.model,
                     [{"role": m.role, "content": m.content} for m in request.chat.messages],
                 )
@@ -126,7 +126,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, _: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        text = await self._inference.detokenize(
+        text = await self._inference.text.detokenize(
             request.model,
             request.token_ids,
             skip_special_tokens=(
@@ -140,7 +140,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """Lists the models."""
         return inference_pb2.ListModelsResponse(
-            models=map(model_to_proto, self._inference.models())
+            models=map(model_to_proto, self._inference.model.infos())
         )
 
     async def GetLoad(  # noqa: N802

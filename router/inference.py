@@ -4,76 +4,45 @@ import asyncio
 import secrets
 import time
 import uuid
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
 
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace import Span, StatusCode
 
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics, request_span
 from router.api_keys import ApiKeys
-from router.chat_template import ChatTemplate
-from router.detokenizer import Detokenizer
-from router.domain import (
-    GenerateRequest,
-    Load,
-    ModelInfo,
-    ResumeRequest,
-    StructuredOutput,
-    TextTerms,
-)
+from router.domain import GenerateRequest, Load, ModelInfo, ResumeRequest, TextTerms
+from router.intake import Intake
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
+from router.model_text import ModelText
 from router.quotas import Lease, Quotas
 from router.scheduler_news import Resumption
 from router.scheduler_wire import resume_record_of
 from router.schedulers import Schedulers
+from router.served_model import ServedModel
 from router.stop_strings import StopMatcher, StopPattern
-from router.structured_output import to_grammar
 from router.tenancy import check_operator, claim, tenant_of_caller
-from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
-from router.validation import (
-    check_chat,
-    check_num_token_ids,
-    check_request,
-    check_text,
-    check_token_ids,
-    settle_sampling,
-)
+from router.validation import check_request, settle_sampling
 from rpc import telemetry
 from rpc.errors import (
     AbortedError,
-    AlreadyExistsError,
     DeadlineExceededError,
     NotFoundError,
     QuireError,
-    TooBusyError,
     UnavailableError,
-    UnimplementedError,
 )
 
 _SEED_BITS = 63
 """So that a seed fits a signed 64-bit integer, in whatever language reads a log."""
 
-_LAST_BYTES_S = 0.2
-"""For clients to read what is on the wire: a socket that closes may take it along."""
-
-MAX_QUESTIONS: Final = 16
-"""Most calls at once that ask for tokens or for text, and generate nothing."""
-
 
 class Inference:
-    """Validates, tokenizes and submits requests, and answers what faces ask about the model.
-
-    Every method that takes a `model` accepts "" for the only model served and raises
-    `NotFoundError` for an unknown one. Those that need the model's limits raise `UnavailableError`
-    until the scheduler has told them.
-    """
+    """Takes requests and submits them, has them resumed, and passes on what operators ask."""
 
     def __init__(
         self,
@@ -93,21 +62,17 @@ class Inference:
         self._has_api_keys = api_keys is not None
         tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
         self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
-        self._model_name = model_name
-        self._tokenizer = tokenizer
         self._schedulers = schedulers
-        self._max_live_requests = max_live_requests
-        self._prompts = TextThreads(
-            "prompt", num_threads=tokenizer_threads, max_pending=max_live_requests
+        self._intake = Intake(max_live_requests)
+        self.model = ServedModel(model_name, schedulers)
+        """What is served."""
+        self.text = ModelText(
+            tokenizer,
+            self.model,
+            num_threads=tokenizer_threads,
+            max_pending_prompts=max_live_requests,
         )
-        self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
-        """Apart, so that no number of questions, and no size, holds up a prompt."""
-        self._spans: dict[tuple[str, str], Span] = {}
-        """The live requests, by tenant and id: from being taken to being read, or left."""
-        self._lives: dict[tuple[str, str], LiveRequest] = {}
-        """Those of them that have been submitted."""
-        self._draining = False
-        self._drained = asyncio.Event()
+        """What faces ask about text."""
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submits a request; the caller reads the result under `async with`.
@@ -124,12 +89,12 @@ class Inference:
             raise
 
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
-        model = self.model(request.model)
-        check_request(request, model, self._max_text_bytes(model))
+        model = self.model.info(request.model)
+        check_request(request, model, self.text.max_text_bytes(model))
         if self._has_api_keys:
             request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex
-        span = self._take(request.tenant, request_id)
+        span = self._intake.take(request.tenant, request_id)
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
@@ -139,7 +104,7 @@ class Inference:
                 span.set_status(StatusCode.ERROR, str(error))
             if lease is not None:
                 lease.end(0)
-            self._release(request.tenant, request_id)
+            self._intake.release(request.tenant, request_id)
             raise
         metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
         metrics.REQUEST_PROMPT_TOKENS.observe(len(live.prompt_token_ids))
@@ -149,7 +114,8 @@ class Inference:
         self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
     ) -> LiveRequest:
         start_s = time.time()
-        prompt, patterns, structured = await self._prompts.run(lambda: self._prepare(request))
+        prepared = await self.text.prepare(request)
+        prompt = prepared.prompt_token_ids
         context = trace.set_span_in_context(span)
         if span.is_recording():
             attributes = {"gen_ai.usage.input_tokens": len(prompt)}
@@ -159,7 +125,7 @@ class Inference:
         sampling = settle_sampling(
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
-        sampling = replace(sampling, structured=structured)
+        sampling = replace(sampling, structured=prepared.structured)
         assert sampling.max_tokens is not None, "it is settled"
         num_outputs = request.n if request.beam is None else request.beam.width
         lease.reserve(
@@ -182,7 +148,7 @@ class Inference:
         terms = TextTerms(
             request.stop, request.include_stop_str_in_output, request.skip_special_tokens
         )
-        live = self._start(record, request.n, terms, patterns, model, lease)
+        live = self._start(record, request.n, terms, prepared.stop_patterns, model, lease)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self._schedulers.submit(live)
@@ -203,7 +169,7 @@ class Inference:
         outputs = [
             LiveOutput(
                 index,
-                Detokenizer(self._tokenizer.table, skip_special_tokens=terms.skip_special_tokens),
+                self.text.detokenizer(skip_special_tokens=terms.skip_special_tokens),
                 StopMatcher(patterns, include_in_output=terms.include_stop_str_in_output),
                 end_token_ids,
             )
@@ -217,7 +183,7 @@ class Inference:
             leave=self._schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),
         )
-        self._lives[record.tenant, record.request_id] = live
+        self._intake.add(live)
         return live
 
     async def resume(self, request: ResumeRequest) -> LiveRequest:
@@ -242,12 +208,12 @@ class Inference:
         live.cancel()
 
     async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
-        model = self.model("")
+        model = self.model.info()
         if self._has_api_keys:
             tenant = tenant_of_caller(tenant)
-        if (tenant, request_id) in self._spans:
+        if (tenant, request_id) in self._intake:
             self._take_away(request_id, tenant)
-        self._take(tenant, request_id)
+        self._intake.take(tenant, request_id)
         lease: Lease | None = None
         try:
             # Its tokens were charged when it began: see `_on_closed`.
@@ -260,10 +226,10 @@ class Inference:
         except BaseException as error:
             if isinstance(error, QuireError):
                 metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            if (tenant, request_id) in self._spans:  # unless it was resumed, and then left
+            if (tenant, request_id) in self._intake:  # unless it was resumed, and then left
                 if lease is not None:
                     lease.end(0)
-                self._release(tenant, request_id)
+                self._intake.release(tenant, request_id)
             raise
 
     def _go_on(
@@ -282,7 +248,7 @@ class Inference:
 
     def _take_away(self, request_id: str, tenant: str) -> None:
         """Ends the call that reads a live request of this router, for another to resume it."""
-        live = self._lives.get((tenant, request_id))
+        live = self._intake.find(tenant, request_id)
         if live is None:
             raise UnavailableError(f"request {request_id!r} is being taken on by another call")
         if live.record.resume_record is None:
@@ -294,36 +260,6 @@ class Inference:
         self._schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
-    def _prepare(
-        self, request: GenerateRequest
-    ) -> tuple["array[int]", list[StopPattern], StructuredOutput | None]:
-        """What takes time in proportion to what the client sent; runs in a thread."""
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            prompt = tuple(
-                self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-            )
-        structured = request.sampling.structured
-        return (
-            array("i", prompt),
-            [StopPattern.of(string) for string in request.stop],
-            None if structured is None else to_grammar(structured),
-        )
-
-    def _take(self, tenant: str, request_id: str) -> Span:
-        if self._draining:
-            raise UnavailableError("the router is draining; another one takes requests")
-        if (tenant, request_id) in self._spans:
-            raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
-        if len(self._spans) >= self._max_live_requests:
-            raise TooBusyError(
-                f"{len(self._spans)} requests are live; at most {self._max_live_requests} may be"
-            )
-        span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
-        self._spans[tenant, request_id] = span
-        metrics.NUM_REQUESTS_LIVE.inc()
-        return span
-
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
         if live.goes_on:
             lease.end_in_full()  # what becomes of it is not this router's to see
@@ -331,23 +267,12 @@ class Inference:
             lease.end(0)  # it was never admitted, or is charged already
         else:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
-        tenant = live.record.tenant
-        span = self._spans[tenant, live.request_id]
-        if span.is_recording():
-            span.set_attributes(request_span.closed(live))
-        self._release(tenant, live.request_id)
-
-    def _release(self, tenant: str, request_id: str) -> None:
-        self._spans.pop((tenant, request_id)).end()
-        self._lives.pop((tenant, request_id), None)
-        metrics.NUM_REQUESTS_LIVE.dec()
-        if self._draining and not self._spans:
-            self._drained.set()
+        self._intake.close(live)
 
     @property
     def num_live(self) -> int:
         """Requests that have been taken and not been read to their end, or left."""
-        return len(self._spans)
+        return len(self._intake)
 
     async def drain(self) -> None:
         """Takes no more requests; returns when the live ones have been read to their end.
@@ -355,18 +280,15 @@ class Inference:
         When it is cancelled before that, those that can be resumed are handed over: they run on,
         and their clients are told to go on at another router.
         """
-        self._draining = True
         self._schedulers.drain()
         try:
-            if self._spans:
-                await self._drained.wait()
-                await asyncio.sleep(_LAST_BYTES_S)
+            await self._intake.drain()
         except asyncio.CancelledError:
             self._hand_over()
             raise
 
     def _hand_over(self) -> None:
-        for live in tuple(self._lives.values()):
+        for live in self._intake.lives:
             if live.record.resume_record is not None:
                 self._schedulers.leave(live)
                 live.take_away(
@@ -377,90 +299,7 @@ class Inference:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._prompts.close()
-        self._questions.close()
-
-    async def tokenize(
-        self, model: str, text: str, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Turns text into token ids, as `generate` does, off the event loop.
-
-        Raises `InvalidArgumentError` for a text that cannot fit the model's context, `TooBusyError`
-        beyond `MAX_QUESTIONS`.
-        """
-        info = self.model(model)
-        check_text("text", text, info, self._max_text_bytes(info))
-        return await self._questions.run(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
-
-    async def tokenize_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
-    ) -> list[int]:
-        """Turns a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
-        template = self._template_for(model, messages)
-        return await self._questions.run(
-            # The template wrote the special tokens.
-            lambda: self._tokenizer.encode(
-                template.render(messages, **template_kwargs), add_special_tokens=False
-            )
-        )
-
-    def chat_template(self, model: str) -> ChatTemplate:
-        """The model's template; raises `UnimplementedError` if it has none."""
-        self.check_name(model)
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise UnimplementedError(f"model {self._model_name!r} has no chat template")
-        return template
-
-    async def render_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
-    ) -> str:
-        """Turns a chat into a prompt by the model's template, with the cue for the assistant.
-
-        The prompt has the special tokens it needs: tokenize it with `add_special_tokens=False`.
-        Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
-        refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
-        `max_live_requests`.
-        """
-        template = self._template_for(model, messages)
-        return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
-
-    def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        model = self.model(name)
-        template = self.chat_template(name)
-        check_chat(messages, model, self._max_text_bytes(model))
-        return template
-
-    async def detokenize(
-        self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> str:
-        """Turns token ids into text.
-
-        Raises `InvalidArgumentError` for more of them than the model's context has room for,
-        `TooBusyError` beyond `MAX_QUESTIONS`.
-        """
-        info = self.model(model)
-        check_num_token_ids("token_ids", token_ids, info)
-        check_token_ids("token_ids", token_ids, info)
-        return await self._questions.run(
-            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        )
-
-    def token_text(self, model: str, token_id: int) -> str:
-        """The text of one token alone; U+FFFD stands for bytes that are no whole character."""
-        return self.token_bytes(model, token_id).decode(errors="replace")
-
-    def token_bytes(self, model: str, token_id: int) -> bytes:
-        """The bytes that one token adds to the text; a special token's are those of its name."""
-        self.check_name(model)
-        pieces = self._tokenizer.table.pieces
-        return pieces[token_id] if token_id < len(pieces) else b""
-
-    def models(self) -> tuple[ModelInfo, ...]:
-        """The models served; none until the scheduler's model is known."""
-        return () if self._schedulers.model is None else (self.model(""),)
+        self.text.close()
 
     async def load(self) -> Load:
         """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
@@ -480,26 +319,3 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_activity(query)
-
-    def check_name(self, name: str) -> None:
-        """Raises `NotFoundError` unless it is the model's."""
-        if name not in ("", self._model_name):
-            raise NotFoundError(f"model {name[:128]!r} is not served; {self._model_name!r} is")
-
-    def model(self, name: str) -> ModelInfo:
-        """The model of this name, with its limits."""
-        self.check_name(name)
-        model = self._schedulers.model
-        if model is None:
-            raise self._schedulers.unavailable()
-        return ModelInfo(
-            self._model_name,
-            model.max_model_len,
-            model.vocab_size,
-            model.eos_token_ids,
-            model.structured_output,
-        )
-
-    def _max_text_bytes(self, model: ModelInfo) -> int:
-        """No text of more bytes can fit the context, however it is tokenized."""
-        return model.max_model_len * self._tokenizer.table.max_piece_bytes

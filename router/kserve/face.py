@@ -55,7 +55,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> open_inference_pb2.ModelReadyResponse:
         """The only model is ready when the process is."""
         check_version(request.version)
-        self._inference.check_name(request.name)
+        self._inference.model.check_name(request.name)
         return open_inference_pb2.ModelReadyResponse(ready=self._is_ready())
 
     async def ServerMetadata(  # noqa: N802
@@ -69,7 +69,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> open_inference_pb2.ModelMetadataResponse:
         """Lists the tensors."""
         check_version(request.version)
-        return model_to_proto(self._inference.model(request.name))
+        return model_to_proto(self._inference.model.info(request.name))
 
     async def ModelInfer(  # noqa: N802
         self, request: open_inference_pb2.ModelInferRequest, context: CallContext

@@ -71,13 +71,13 @@ class ChatBody(ToolFields, Body):
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
     """The call that a body asks for; raises QuireError."""
     body.check()
-    tools = body.tool_use(lambda: inference.chat_template(body.model))
+    tools = body.tool_use(lambda: inference.text.chat_template(body.model))
     if tools is not None and tools.new_reader is not None and body.structured() is not None:
         raise InvalidArgumentError(
             "tool_choice",
             'is not "none"; it must be, with tools and a form that the output must have',
         )
-    prompt = await inference.render_chat(
+    prompt = await inference.text.render_chat(
         body.model,
         [message.for_template() for message in body.messages],
         **body.chat_template_kwargs,
@@ -108,8 +108,8 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         requests=[request],
         n=body.n,
         shape=ChatShape(
-            partial(inference.token_text, body.model),
-            partial(inference.token_bytes, body.model),
+            partial(inference.text.token_text, body.model),
+            partial(inference.text.token_bytes, body.model),
             has_logprobs=body.logprobs,
             new_reader=None if tools is None else tools.new_reader,
         ),

@@ -84,7 +84,7 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         given, token_ids = body.prompt[index // body.n], prompts[index // body.n]
         if isinstance(given, str):
             return Echo(given, token_ids)
-        pieces = (inference.token_bytes(body.model, token_id) for token_id in token_ids)
+        pieces = (inference.text.token_bytes(body.model, token_id) for token_id in token_ids)
         return Echo(b"".join(pieces).decode(errors="replace"), token_ids)
 
     is_one = len(body.prompt) == 1
@@ -102,7 +102,7 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         requests=requests,
         n=body.n,
         shape=CompletionShape(
-            partial(inference.token_text, body.model),
+            partial(inference.text.token_text, body.model),
             has_logprobs=body.logprobs is not None,
             prompt=prompt,
             echo=body.echo,

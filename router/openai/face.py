@@ -82,13 +82,13 @@ def routes(
 
     async def list_models(_: web.Request, __: _CallId) -> web.Response:
         """List the models served."""
-        models = [model_json(model, created) for model in inference.models()]
+        models = [model_json(model, created) for model in inference.model.infos()]
         return _json_response({"object": "list", "data": models})
 
     async def get_model(request: web.Request, _: _CallId) -> web.Response:
         """Describe one of them."""
         model_id = request.match_info["id"]
-        for model in inference.models():
+        for model in inference.model.infos():
             if model.id == model_id:
                 return _json_response(model_json(model, created))
         raise NotFoundError(f"model {excerpt(model_id)} is not served")

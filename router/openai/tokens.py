@@ -41,7 +41,7 @@ class TokenizeBody(Schema):
             if name in self.model_fields_set:
                 raise InvalidArgumentError(name, "is set; with prompt it must not be")
         try:
-            return await inference.tokenize(
+            return await inference.text.tokenize(
                 self.model,
                 self.prompt or "",
                 add_special_tokens=self.add_special_tokens is not False,
@@ -58,9 +58,9 @@ class TokenizeBody(Schema):
             )
         kwargs: Mapping[str, Any] = self.chat_template_kwargs
         if self.tools:
-            shown = show_tools(self.tools, inference.chat_template(self.model))
+            shown = show_tools(self.tools, inference.text.chat_template(self.model))
             kwargs = {**kwargs, "tools": shown}
-        return await inference.tokenize_chat(
+        return await inference.text.tokenize_chat(
             self.model,
             [message.for_template() for message in messages],
             add_generation_prompt=self.add_generation_prompt,
@@ -80,9 +80,9 @@ async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
     token_ids = await body.token_ids(inference)
     return {
         "count": len(token_ids),
-        "max_model_len": inference.model(body.model).max_model_len,
+        "max_model_len": inference.model.info(body.model).max_model_len,
         "tokens": token_ids,
-        "token_strs": [inference.token_text(body.model, token_id) for token_id in token_ids]
+        "token_strs": [inference.text.token_text(body.model, token_id) for token_id in token_ids]
         if body.return_token_strs
         else None,
     }
@@ -91,7 +91,7 @@ async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
 async def detokenize(inference: Inference, body: DetokenizeBody) -> Json:
     """The answer to /detokenize, special tokens by their names; raises QuireError."""
     try:
-        text = await inference.detokenize(body.model, body.tokens, skip_special_tokens=False)
+        text = await inference.text.detokenize(body.model, body.tokens, skip_special_tokens=False)
     except InvalidArgumentError as error:
         raise error_in_words_of({"token_ids": "tokens"}, error) from error
     return {"prompt": text}

@@ -65,7 +65,12 @@ def test_every_alert_says_how_bad_it_is_and_is_explained():
 def test_every_span_is_explained():
     page = (ROOT / "docs" / "observability.md").read_text()
     recorded = re.compile(r'(?:record|_record|record_span|start_span)\(\s*\*?\(?"(\w+)"')
-    sources = "router/inference.py", "scheduler_svc/telemetry.py", "gpu_worker/sequence_spans.py"
+    sources = (
+        "router/intake.py",
+        "router/inference.py",
+        "scheduler_svc/telemetry.py",
+        "gpu_worker/sequence_spans.py",
+    )
     found = {name for path in sources for name in recorded.findall((ROOT / path).read_text())}
     assert found >= {"request", "tokenize", "queue", "step", "prefill", "prefill_chunk", "decode"}
     for name in (*found, "preempted", "kv_transfer"):

@@ -48,7 +48,7 @@ class Router:
     ready: asyncio.Event
 
     def tokens(self, text: str) -> list[int]:
-        return self.inference._tokenizer.encode(text, add_special_tokens=False)
+        return self.inference.text._tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
     await router.scheduler.step({submit.first_seq_key: [70]})
     assert isinstance(await anext(live), OutputDelta)
     await lose_scheduler(router)
-    num_tokens = len(router.inference._tokenizer.table.pieces)
+    num_tokens = len(router.inference.text._tokenizer.table.pieces)
     router.scheduler.vocab_size = num_tokens - 1
     refused = asyncio.Event()
     router.health.on_change(
@@ -160,7 +160,7 @@ async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(UnavailableError, match=words):
         await router.inference.load()
-    assert router.inference.models() == ()
+    assert router.inference.model.infos() == ()
 
     await router.scheduler.stop()
     router.scheduler.vocab_size = num_tokens  # as many as it needs

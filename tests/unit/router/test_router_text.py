@@ -7,7 +7,7 @@ import pytest
 from router_fake_scheduler import MAX_MODEL_LEN
 
 from router.domain import GenerateRequest
-from router.inference import MAX_QUESTIONS
+from router.model_text import MAX_QUESTIONS
 from rpc.errors import InvalidArgumentError, TooBusyError
 
 
@@ -29,20 +29,20 @@ class SlowTokenizer:
 
 @pytest.fixture
 def slow(router):
-    slow = router.inference._tokenizer = SlowTokenizer(router.inference._tokenizer)
+    slow = router.inference.text._tokenizer = SlowTokenizer(router.inference.text._tokenizer)
     yield slow
     slow.go_on.set()
 
 
 def most_bytes(router):
-    return MAX_MODEL_LEN * router.inference._tokenizer.table.max_piece_bytes
+    return MAX_MODEL_LEN * router.inference.text._tokenizer.table.max_piece_bytes
 
 
 async def test_a_text_that_cannot_fit_the_context_is_refused_naming_size_and_limit(router):
     most = most_bytes(router)
-    assert await router.inference.tokenize("", "x" * most)
+    assert await router.inference.text.tokenize("", "x" * most)
     with pytest.raises(InvalidArgumentError) as caught:
-        await router.inference.tokenize("", "x" * (most + 1))
+        await router.inference.text.tokenize("", "x" * (most + 1))
     assert str(caught.value) == (
         f"text has {most + 1} bytes; at most {most} can fit the model's context of"
         f" {MAX_MODEL_LEN} tokens"
@@ -56,42 +56,43 @@ async def test_a_text_that_cannot_fit_the_context_is_refused_naming_size_and_lim
 async def test_a_chat_that_cannot_fit_is_refused_before_the_template_sees_it(
     router, monkeypatch, num_messages, words
 ):
-    template = router.inference._tokenizer.chat_template
+    template = router.inference.text._tokenizer.chat_template
     monkeypatch.setattr(template, "render", lambda *_, **__: pytest.fail("it was rendered"))
     messages = [{"role": "user", "content": "x" * most_bytes(router)}] * num_messages
-    for call in (router.inference.render_chat, router.inference.tokenize_chat):
+    for call in (router.inference.text.render_chat, router.inference.text.tokenize_chat):
         with pytest.raises(InvalidArgumentError, match=words):
             await call("", messages)
 
 
 async def test_too_many_ids_to_detokenize_are_refused(router):
     with pytest.raises(InvalidArgumentError, match=f"at most {MAX_MODEL_LEN}"):
-        await router.inference.detokenize("", [1] * (MAX_MODEL_LEN + 1))
+        await router.inference.text.detokenize("", [1] * (MAX_MODEL_LEN + 1))
 
 
 async def test_slow_tokenizations_are_bounded_and_generation_goes_on_beside_them(router, slow):
     asked = [
-        asyncio.create_task(router.inference.tokenize("", "slow")) for _ in range(MAX_QUESTIONS)
+        asyncio.create_task(router.inference.text.tokenize("", "slow"))
+        for _ in range(MAX_QUESTIONS)
     ]
-    while router.inference._questions.num_pending < MAX_QUESTIONS:  # noqa: ASYNC110
+    while router.inference.text._questions.num_pending < MAX_QUESTIONS:  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(TooBusyError, match=str(MAX_QUESTIONS)):
-        await router.inference.tokenize("", "hello")
+        await router.inference.text.tokenize("", "hello")
     async with asyncio.timeout(20):
         live = await router.inference.generate(GenerateRequest(prompt="hello"))
         await live.aclose()
-        assert await router.inference.render_chat("", [{"role": "user", "content": "hi"}])
+        assert await router.inference.text.render_chat("", [{"role": "user", "content": "hi"}])
     slow.go_on.set()
     await asyncio.gather(*asked)
-    assert await router.inference.tokenize("", "hello")
+    assert await router.inference.text.tokenize("", "hello")
 
 
 @pytest.mark.usefixtures("slow")
 async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router):
-    asked = [asyncio.create_task(router.inference.tokenize("", "slow")) for _ in range(3)]
-    while router.inference._questions.num_pending < len(asked):  # noqa: ASYNC110
+    asked = [asyncio.create_task(router.inference.text.tokenize("", "slow")) for _ in range(3)]
+    while router.inference.text._questions.num_pending < len(asked):  # noqa: ASYNC110
         await asyncio.sleep(0)
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert router.inference._questions.num_pending == 1  # the one that has begun
+    assert router.inference.text._questions.num_pending == 1  # the one that has begun

@@ -92,26 +92,23 @@ class FakeLiveRequest:
         await self.aclose()
 
 
-class FakeInference:
-    def __init__(self) -> None:
-        self.script: Script = spell("Hi!")
-        self.refusal: Exception | None = None
-        self.requests: list[GenerateRequest] = []
-        self.lives: list[FakeLiveRequest] = []
+class FakeModel:
+    def info(self, name: str) -> ModelInfo:
+        if name not in ("", MODEL.id):
+            raise NotFoundError(f"model {name} is not served")
+        return MODEL
+
+    def infos(self) -> tuple[ModelInfo, ...]:
+        return (MODEL,)
+
+
+class FakeText:
+    """A token per character, whose id is the code point."""
+
+    def __init__(self, model: FakeModel) -> None:
         self.template = ChatTemplate("{{ tools }}<tool_call>", {})
         self.chats: list[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]] = []
-        self.traceparents: list[str] = []
-        self.generated = asyncio.Event()
-
-    async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
-        if self.refusal is not None:
-            raise self.refusal
-        self.model(request.model)
-        self.requests.append(request)
-        self.traceparents.append(telemetry.inject())
-        self.lives.append(FakeLiveRequest(request, self.script(request)))
-        self.generated.set()
-        return self.lives[-1]
+        self._model = model
 
     async def render_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
@@ -134,7 +131,7 @@ class FakeInference:
     async def tokenize(
         self, model: str, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        self.model(model)
+        self._model.info(model)
         if len(text) > MODEL.max_model_len:
             raise InvalidArgumentError("text", f"has {len(text)} bytes; it must have at most 64")
         return [*([0] if add_special_tokens else ()), *map(ord, text)]
@@ -147,20 +144,34 @@ class FakeInference:
     async def detokenize(
         self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        self.model(model)
+        self._model.info(model)
         for i, token_id in enumerate(token_ids):
             if token_id >= MODEL.vocab_size:
                 raise InvalidArgumentError(f"token_ids[{i}]", f"is {token_id}; it is too large")
         return "".join(chr(token) for token in token_ids if token or not skip_special_tokens)
 
+
+class FakeInference:
+    def __init__(self) -> None:
+        self.script: Script = spell("Hi!")
+        self.refusal: Exception | None = None
+        self.requests: list[GenerateRequest] = []
+        self.lives: list[FakeLiveRequest] = []
+        self.model = FakeModel()
+        self.text = FakeText(self.model)
+        self.traceparents: list[str] = []
+        self.generated = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
+        if self.refusal is not None:
+            raise self.refusal
+        self.model.info(request.model)
+        self.requests.append(request)
+        self.traceparents.append(telemetry.inject())
+        self.lives.append(FakeLiveRequest(request, self.script(request)))
+        self.generated.set()
+        return self.lives[-1]
+
     async def load(self) -> Load:
         names = [field.name for field in fields(Load)]
         return Load(**{name: number for number, name in enumerate(names)})
-
-    def model(self, name: str) -> ModelInfo:
-        if name not in ("", MODEL.id):
-            raise NotFoundError(f"model {name} is not served")
-        return MODEL
-
-    def models(self) -> tuple[ModelInfo, ...]:
-        return (MODEL,)

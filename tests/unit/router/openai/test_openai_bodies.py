@@ -112,7 +112,7 @@ async def test_every_field_of_a_chat_arrives(http, inference):
     (request,) = inference.requests
     check_shared(request)
     assert request.sampling == expected_sampling(max_tokens=9, logprobs=3)
-    assert inference.chats == [
+    assert inference.text.chats == [
         (
             [
                 {"role": "system", "content": "Be"},

@@ -33,7 +33,7 @@ async def test_a_chat_becomes_the_tokens_that_it_would_be_answered_from(http, in
     assert "".join(map(chr, answer["tokens"])) == PROMPT
     options = {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}, "tools": [TOOL]}
     await post(http, "/tokenize", {"messages": HELLO, **options})
-    plain, kwargs = [kwargs for _, kwargs in inference.chats]
+    plain, kwargs = [kwargs for _, kwargs in inference.text.chats]
     assert plain == {"add_generation_prompt": True}
     assert kwargs == {"add_generation_prompt": False, "a": 1, "tools": [TOOL]}
 

@@ -50,7 +50,7 @@ async def test_tools_are_shown_to_the_template_as_they_were_sent(client, inferen
         await client.chat.completions.create(
             model="org/tiny", messages=HELLO, tools=[ADD, NOW], tool_choice=choice
         )
-    assert [kwargs for _, kwargs in inference.chats] == [{"tools": [ADD, NOW]}] * 3
+    assert [kwargs for _, kwargs in inference.text.chats] == [{"tools": [ADD, NOW]}] * 3
     assert [request.sampling.structured for request in inference.requests] == [None] * 3
 
 
@@ -62,7 +62,7 @@ async def test_a_conversation_with_calls_can_be_sent_back(client, inference):
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
     await client.chat.completions.create(messages=[*HELLO, message.model_dump(), result], **options)
-    (_, sent_call, sent_result), _ = inference.chats[-1]
+    (_, sent_call, sent_result), _ = inference.text.chats[-1]
     assert sent_result == result
     assert sent_call == {
         "role": "assistant",
@@ -191,7 +191,7 @@ STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
 async def test_what_the_model_cannot_do_is_refused_by_name(
     client, inference, template, options, message
 ):
-    inference.template = ChatTemplate(template, {})
+    inference.text.template = ChatTemplate(template, {})
     with pytest.raises(openai.BadRequestError, match=message):
         await client.chat.completions.create(model="org/tiny", messages=HELLO, **options)
     assert not inference.requests
