@@ -13,8 +13,7 @@ from rpc.silence import TICK_S
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.core.plan import Finished
-from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -25,7 +24,8 @@ from scheduler_svc.domain import (
     WorkerInfo,
 )
 from scheduler_svc.engine import Engine
-from scheduler_svc.holding import HeldRequests, live_seq_keys, num_live_seqs
+from scheduler_svc.holding import HeldRequests
+from scheduler_svc.live_sequences import end_with_error, num_live_seqs
 from scheduler_svc.placement import Placer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
@@ -358,10 +358,7 @@ class Fleet:
         log.error(
             "a request is given up", request_id=request.request_id, num_losses=command.num_losses
         )
-        finished = tuple(
-            Finished(request.source, key, FinishReason.ERROR, error=error)
-            for key in live_seq_keys(request)
-        )
+        finished = end_with_error(request, error)
         for item in finished:
             self._spans.finished(item)
         self._streams.deliver(finished_to_proto(finished))

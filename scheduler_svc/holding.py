@@ -8,6 +8,7 @@ import numpy as np
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import SubmitRequest
+from scheduler_svc.live_sequences import live_outputs, num_live_seqs
 
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
@@ -39,9 +40,9 @@ class HeldRequests:
         for command in self.take_all():
             request = command.request
             first = request.first_seq_key
-            ended = [i for i in _live_outputs(request) if first + i in keys]
+            ended = [i for i in live_outputs(request) if first + i in keys]
             if ended and request.beam is not None:
-                ended = _live_outputs(request)  # a search ends as a whole
+                ended = live_outputs(request)  # a search ends as a whole
             if request.source != source or not ended:
                 self.add(command)
                 continue
@@ -54,21 +55,6 @@ class HeldRequests:
     def drop_source(self, source: SourceId) -> None:
         """Forget everything of `source`."""
         self._commands = [c for c in self._commands if c.request.source != source]
-
-
-def num_live_seqs(request: Request) -> int:
-    """Return how many sequences of `request` have not ended."""
-    return len(_live_outputs(request))
-
-
-def live_seq_keys(request: Request) -> list[SeqKey]:
-    """Return the keys of the sequences of `request` that have not ended."""
-    return [SeqKey(request.first_seq_key + index) for index in _live_outputs(request)]
-
-
-def _live_outputs(request: Request) -> list[int]:
-    outputs = request.outputs
-    return [i for i in range(request.n) if not outputs or not outputs[i].finished]
 
 
 def _without(request: Request, output_indices: Iterable[int]) -> Request:

@@ -15,7 +15,7 @@ from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
-from scheduler_svc.holding import live_seq_keys
+from scheduler_svc.live_sequences import live_seq_keys
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
@@ -127,7 +127,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         sessions = self._fleet.sessions(request.query.worker)
         return scheduler_pb2.DescribeSchedulerActivityResponse(
             workers=[
-                activity_to_proto(worker, it.step_log, it.load(), it.space(), query)
+                activity_to_proto(worker, it.steps.log, it.load(), it.space(), query)
                 for worker, it in sessions.items()
             ]
         )

@@ -11,26 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rpc import timeline
-from rpc.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    QuireError,
-    TooBusyError,
-    UnavailableError,
-)
+from rpc.errors import UnavailableError
+from scheduler_svc.awaited_steps import AwaitedSteps
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import (
-    BrokenInvariantError,
-    DeadlineError,
-    NoPrefixCacheError,
-    QueueFullError,
-    RequestRefusedError,
-)
+from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, RequestRefusedError
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import count_queued, read_queues, read_space
 from scheduler_svc.core.plan import Finished, StepId
-from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import (
@@ -42,15 +31,14 @@ from scheduler_svc.domain import (
     SubmitRequest,
     WorkerInfo,
 )
-from scheduler_svc.holding import live_seq_keys, num_live_seqs
+from scheduler_svc.live_sequences import end_with_error, num_live_seqs
+from scheduler_svc.losses import Losses
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
-from scheduler_svc.progress import Progress, SequencesAtWorker
-from scheduler_svc.rate_meter import RateMeter
+from scheduler_svc.refusal import refusal_from_core
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
-from scheduler_svc.step_log import StepLog
-from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.step_observer import StepObserver
 from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
 from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
 from scheduler_svc.wire.worker import with_candidates
@@ -76,7 +64,11 @@ class Session:
         """`wake` is the one that `link` sets."""
         self.has_progressed = False
         """Whether the worker has answered a step."""
-        self.step_log = StepLog()
+        self.steps = StepObserver(
+            metrics,
+            max_num_batched_tokens=core.config.max_num_batched_tokens,
+            max_decode_slowdown=max_decode_slowdown,
+        )
         """What it has done; for reading."""
         self._link = link
         self._core = core
@@ -92,18 +84,14 @@ class Session:
         self._num_posted_tokens = 0
         self._placement_load: WorkerLoad | None = None
         """As of the last time that somebody asked; None: it may have changed."""
-        self._meter = RateMeter(core.config.max_num_batched_tokens)
-        self._pacer = StepPacer(max_decode_slowdown)
         self._space_watch = SpaceWatch(link.info.worker_id)
-        self._at_worker = SequencesAtWorker()
-        self._num_losses: dict[tuple[SourceId, SeqKey], int] = {}
-        """Of the live sequences that were lost before."""
+        self._losses = Losses()
         self._is_handing_over = False
         self._settled = asyncio.Event()
         self._has_ended = False
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
-        self._awaited_steps: list[tuple[StepId, asyncio.Future[None]]] = []
+        self._awaited_steps = AwaitedSteps()
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
             asyncio.get_running_loop().call_later(core.config.claim_s, wake.set)
 
@@ -154,9 +142,7 @@ class Session:
         """
         self.check_alive()
         if self._core.last_answered < step:
-            answered = asyncio.get_running_loop().create_future()
-            self._awaited_steps.append((step, answered))
-            await answered
+            await self._awaited_steps.wait(step)
 
     async def pull_kv(
         self,
@@ -231,7 +217,7 @@ class Session:
         silence = self._link.silence
         if silence.is_hang:
             return f"it has said nothing for {silence.seconds:g} s"
-        runs_s, limit_s = self._link.oldest_step_runs_s(), self._pacer.is_late_after_s
+        runs_s, limit_s = self._link.oldest_step_runs_s(), self.steps.pacer.is_late_after_s
         if limit_s is not None and runs_s > limit_s:
             return f"a step takes {runs_s:.1f} s so far; {limit_s:.1f} s would be very long for it"
         return None
@@ -258,13 +244,11 @@ class Session:
 
     def note_losses(self, request: Request, num_losses: int) -> None:
         """Note how many workers in a row were lost with a live request."""
-        for key in live_seq_keys(request) if num_losses else ():
-            self._num_losses[request.source, key] = num_losses
+        self._losses.note(request, num_losses)
 
     def take_losses(self, request: Request) -> int:
         """Return what was noted of a request, and forget it."""
-        keys = live_seq_keys(request)
-        return max(self._num_losses.pop((request.source, key), 0) for key in keys)
+        return self._losses.take(request)
 
     # --- for the engine's task ------------------------------------------------------------------
 
@@ -297,7 +281,8 @@ class Session:
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
         self._has_ended = True
-        self._tell_answered()
+        self._awaited_steps.answered(self._core.last_answered)
+        self._awaited_steps.lost(UnavailableError(f"it is lost: {lost}"))
         return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -306,7 +291,7 @@ class Session:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
             with timeline.span("schedule"):
-                plan = self._core.schedule(time.monotonic(), self._pacer.max_paced_tokens)
+                plan = self._core.schedule(time.monotonic(), self.steps.pacer.max_paced_tokens)
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)
@@ -316,13 +301,8 @@ class Session:
                 return
             with timeline.span("encode the batch"):
                 step_id = self._link.send(plan)
-            self._at_worker.sent(plan)
-            self._meter.sent(plan)
-            self.step_log.sent(plan, read_queues(self._core))
-            self._pacer.sent(plan)
-            took_s = time.perf_counter() - started
-            self._metrics.schedule.observe(took_s)
-            self._metrics.step_tokens.observe(plan.num_scheduled_tokens)
+            self._losses.sent(plan)
+            took_s = self.steps.sent(plan, read_queues(self._core), started)
             self._worker_spans.sent(plan, step_id, took_s)
 
     def _apply_result(self, timed: TimedResult) -> None:
@@ -338,31 +318,13 @@ class Session:
         with timeline.span("tell the routers"):
             self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
         took_s = time.perf_counter() - started
-        self._metrics.update.observe(took_s)
         self.has_progressed = True
-        self._meter.answered(result.execute_s)
-        self.step_log.answered(result.execute_s, timed.rpc_s, time.time())
-        self._pacer.answered(result.execute_s)
-        self._metrics.step_rpc.observe(timed.rpc_s)
-        self._metrics.step_execute.observe(result.execute_s)
+        self.steps.answered(timed, took_s)
         for admitted in news.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.admitted(admitted)
         self._after(news.finished, took_s)
-        self._tell_answered()
-
-    def _tell_answered(self) -> None:
-        """Wake those who wait for steps that are answered, or never will be."""
-        waiting, self._awaited_steps = self._awaited_steps, []
-        for step, answered in waiting:
-            if answered.done():
-                continue
-            if step <= self._core.last_answered:
-                answered.set_result(None)
-            elif self._has_ended:
-                answered.set_exception(UnavailableError(f"it is lost: {self._link.lost}"))
-            else:
-                self._awaited_steps.append((step, answered))
+        self._awaited_steps.answered(self._core.last_answered)
 
     def _apply_commands(self) -> None:
         self._num_posted_seqs = self._num_posted_tokens = 0
@@ -381,26 +343,23 @@ class Session:
                     self._core.cancel_source(source)
                     # Not before: a request of it may have been posted just ahead of this command.
                     self._spans.drop_source(source)
-                    self._num_losses = {k: n for k, n in self._num_losses.items() if k[0] != source}
+                    self._losses.drop_source(source)
 
     def _submit(self, command: SubmitRequest) -> None:
         request = command.request
         try:
             now = time.monotonic()
             if not command.was_accepted:
-                self._core.check_deadline(request, now, self._meter.rates)
+                self._core.check_deadline(request, now, self.steps.meter.rates)
             self._core.submit(request, now)
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
             if not command.was_accepted:
-                self._streams.refuse(request, _refusal_from_core(error))
+                self._streams.refuse(request, refusal_from_core(error))
                 return
             # Its worker is lost, and this one has less room.
-            finished = tuple(
-                Finished(request.source, key, FinishReason.ERROR, error=str(error))
-                for key in live_seq_keys(request)
-            )
+            finished = end_with_error(request, str(error))
             self._streams.deliver(finished_to_proto(finished))
             self._after(finished)
         else:
@@ -418,27 +377,13 @@ class Session:
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
-        num_losses = self.take_losses(request)
         if self.is_draining:  # that is nobody's fault
-            return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
-        match self._at_worker.find(request):
-            case Progress.SOME:
-                num_losses = 0
-            case Progress.NONE:
-                num_losses += 1
+            num_losses = self._losses.take(request)
+        else:
+            num_losses = self._losses.take_after_loss(request)
         return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
 
     def _after(self, finished: tuple[Finished, ...], took_s: float = 0.0) -> None:
         for item in finished:
             self._spans.finished(item, took_s)
-            self._num_losses.pop((item.source, item.seq_key), None)
-
-
-def _refusal_from_core(error: RequestRefusedError) -> QuireError:
-    if isinstance(error, QueueFullError):
-        return TooBusyError(str(error))
-    if isinstance(error, DeadlineError):
-        return DeadlineExceededError(str(error))
-    if isinstance(error, NoPrefixCacheError):
-        return InvalidArgumentError("cache_pin_s", str(error).removeprefix("cache_pin_s "))
-    return InvalidArgumentError("request", f"cannot be served: {error}")
+        self._losses.finished(finished)

@@ -1,0 +1,52 @@
+"""What is learned from the steps of one attachment: its rates, its pace, its log, its metrics."""
+
+import time
+
+from scheduler_svc.core.load import Queues
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.metrics import EngineMetrics
+from scheduler_svc.rate_meter import RateMeter
+from scheduler_svc.step_log import StepLog
+from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.worker_client import TimedResult
+
+
+class StepObserver:
+    """Follows the steps as they are sent and answered, each in the same order."""
+
+    def __init__(
+        self, metrics: EngineMetrics, *, max_num_batched_tokens: int, max_decode_slowdown: float
+    ) -> None:
+        self.meter = RateMeter(max_num_batched_tokens)
+        self.pacer = StepPacer(max_decode_slowdown)
+        self.log = StepLog()
+        self._metrics = metrics
+
+    def sent(self, plan: StepPlan, queues: Queues, started_s: float) -> float:
+        """Note that a step goes out.
+
+        Args:
+            plan: The step.
+            queues: The core's, right after planning.
+            started_s: When planning began, by `time.perf_counter`.
+
+        Returns:
+            How long it took to plan and send, in seconds.
+        """
+        self.meter.sent(plan)
+        self.log.sent(plan, queues)
+        self.pacer.sent(plan)
+        took_s = time.perf_counter() - started_s
+        self._metrics.schedule.observe(took_s)
+        self._metrics.step_tokens.observe(plan.num_scheduled_tokens)
+        return took_s
+
+    def answered(self, timed: TimedResult, update_s: float) -> None:
+        """Note the result of the oldest step in flight, which took `update_s` to apply."""
+        execute_s = timed.result.execute_s
+        self._metrics.update.observe(update_s)
+        self.meter.answered(execute_s)
+        self.log.answered(execute_s, timed.rpc_s, time.time())
+        self.pacer.answered(execute_s)
+        self._metrics.step_rpc.observe(timed.rpc_s)
+        self._metrics.step_execute.observe(execute_s)
