@@ -88,7 +88,8 @@ async def _run_scheduler(
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(Placement(settings.placement)),
     )
-    migrator = Migrator(fleet, metrics.migrations)
+    roster = fleet.roster
+    migrator = Migrator(roster, metrics.migrations)
 
     def make_engine(target: str) -> Engine:
         config = WorkerClientConfig(
@@ -110,9 +111,9 @@ async def _run_scheduler(
             max_decode_slowdown=settings.max_decode_slowdown,
         )
 
-    registry.register(LoadCollector(fleet.loads))
-    registry.register(SpaceCollector(fleet.spaces))
-    registry.register(QueueCollector(fleet.queued_by_tenant, fleet.oldest_step_ages_s))
+    registry.register(LoadCollector(roster.loads))
+    registry.register(SpaceCollector(roster.spaces))
+    registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
     servicer = SchedulerServicer(fleet, streams, migrator, epoch)
     tasks: list[asyncio.Task[None]] = []

@@ -73,7 +73,7 @@ class Drainer:
             return None
         loads = [
             (session.load(), engine)
-            for engine in self._fleet.engines
+            for engine in self._fleet.roster.engines
             if (session := engine.session) is not None
             and _keeps_kv(session)
             and not session.is_draining

@@ -1,18 +1,15 @@
 """All workers as one scheduler: places requests, takes back a lost worker's, hands over."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
-from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.silence import TICK_S
-from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
-from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
@@ -27,6 +24,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.holding import HeldRequests
 from scheduler_svc.live_sequences import end_with_error, num_live_seqs
 from scheduler_svc.placement import Placer
+from scheduler_svc.roster import Roster
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
@@ -56,13 +54,14 @@ class Fleet:
         step_timeout_s: float,
         placer: Placer,
     ) -> None:
+        self.roster = Roster()
+        """The workers."""
         self._streams = streams
         self._spans = spans
         self._health = health
         self._max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
-        self._engines: tuple[Engine, ...] = ()
         self._held = HeldRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
@@ -109,64 +108,6 @@ class Fleet:
 
     # --- for operators --------------------------------------------------------------------------
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """Of all workers, attached or not."""
-        return self._engines
-
-    def engine(self, worker: str) -> Engine:
-        """Return a worker's.
-
-        Raises:
-            NotFoundError: There is no such worker.
-        """
-        for engine in self._engines:
-            if engine.target == worker:
-                return engine
-        known = ", ".join(engine.target for engine in self._engines)
-        raise NotFoundError(f"worker {worker!r} is not one of this scheduler's: {known}")
-
-    def sessions(self, worker: str) -> Mapping[str, Session]:
-        """Return those that are attached, by worker; only `worker`'s, unless that is empty.
-
-        Raises:
-            NotFoundError: There is no such worker.
-            UnavailableError: It is not attached.
-        """
-        if not worker:
-            return {e.target: e.session for e in self._engines if e.session is not None}
-        engine = self.engine(worker)
-        if engine.session is None:
-            raise UnavailableError(f"worker {worker} is not attached: {engine.loss}")
-        return {worker: engine.session}
-
-    def loads(self) -> Mapping[str, SchedulerLoad | None]:
-        """Snapshot each worker's core; None: not attached."""
-        return {
-            engine.target: engine.session.load() if engine.session is not None else None
-            for engine in self._engines
-        }
-
-    def spaces(self) -> Mapping[str, SpaceReport]:
-        """Look at the blocks of each worker that is attached."""
-        return {
-            engine.target: engine.session.space()
-            for engine in self._engines
-            if engine.session is not None
-        }
-
-    def queued_by_tenant(self) -> Counter[str]:
-        """Count the sequences that wait at an attached worker, by tenant."""
-        return sum((session.queued_by_tenant() for session in self._sessions()), Counter[str]())
-
-    def oldest_step_ages_s(self) -> Mapping[str, float]:
-        """Say of each attached worker how long its oldest step has been in flight."""
-        return {
-            engine.target: engine.session.oldest_step_age_s()
-            for engine in self._engines
-            if engine.session is not None
-        }
-
     async def defragment(self) -> Mapping[str, DefragmentationReport]:
         """Move the held blocks together at each worker that is attached; wait until it is done.
 
@@ -175,10 +116,9 @@ class Fleet:
         """
         loop = asyncio.get_running_loop()
         answers: dict[str, asyncio.Future[DefragmentationReport]] = {}
-        for engine in self._engines:
-            if engine.session is not None:
-                answers[engine.target] = loop.create_future()
-                engine.session.post(DefragmentBlocks(answers[engine.target]))
+        for worker, session in self.roster.sessions.items():
+            answers[worker] = loop.create_future()
+            session.post(DefragmentBlocks(answers[worker]))
         if not answers:
             raise UnavailableError("no worker is attached")
         reports = await asyncio.gather(*answers.values())
@@ -192,16 +132,15 @@ class Fleet:
     @property
     def num_live_seqs(self) -> int:
         """Sequences that run or wait, at a worker or for one."""
-        loads = [load for load in self.loads().values() if load is not None]
+        loads = [session.load() for session in self._sessions()]
         return self._held.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
         """Say which step takes longer than any may; None: all is well."""
-        for engine in self._engines:
-            age_s = engine.session.oldest_step_age_s() if engine.session is not None else 0.0
+        for worker, age_s in self.roster.oldest_step_ages_s().items():
             # The link gives a worker up after as long; here its engine does not run any more.
             if age_s > self._step_timeout_s + _STALL_MARGIN_S:
-                return f"worker {engine.target}: a step has been in flight for {age_s:.0f} s"
+                return f"worker {worker}: a step has been in flight for {age_s:.0f} s"
         return None
 
     # --- life -----------------------------------------------------------------------------------
@@ -213,14 +152,14 @@ class Fleet:
 
     def add(self, engine: Engine) -> None:
         """Take on an engine that is about to run, with this fleet as owner."""
-        self._engines = (*self._engines, engine)
+        self.roster.add(engine)
         if self._is_reunion:
             self._awaited.add(engine)
         self._show_health()
 
     def remove(self, engine: Engine) -> None:
         """Let go of an engine that has no session and will not run any more."""
-        self._engines = tuple(each for each in self._engines if each is not engine)
+        self.roster.remove(engine)
         self._awaited.discard(engine)
         self._show_health()
         self._place_held()  # what was held for this one alone
@@ -235,11 +174,11 @@ class Fleet:
         while True:
             await asyncio.sleep(TICK_S)
             before, hanging = hanging, set()
-            for engine in self._engines:
-                if engine.session is not None and (trouble := engine.session.trouble()):
-                    hanging.add(engine.target)
-                    if engine.target not in before:
-                        log.warning("worker hangs", worker=engine.target, how=trouble)
+            for worker, session in self.roster.sessions.items():
+                if trouble := session.trouble():
+                    hanging.add(worker)
+                    if worker not in before:
+                        log.warning("worker hangs", worker=worker, how=trouble)
             if hanging != before:
                 self._show_health()
 
@@ -375,25 +314,16 @@ class Fleet:
 
     def _sessions(self) -> list[Session]:
         """Return the sessions of the workers that are attached."""
-        return [engine.session for engine in self._engines if engine.session is not None]
+        return list(self.roster.sessions.values())
 
     def _show_health(self) -> None:
         if self._is_draining:
             return
-        troubles = self._troubles()
+        troubles = self.roster.troubles()
         missing = ", ".join(f"{target} ({trouble})" for target, trouble in troubles.items())
-        if len(troubles) < len(self._engines):
+        if len(troubles) < len(self.roster.engines):
             self._health.set_ready(f"without {missing}" if missing else None)
         elif self._sessions():
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
             self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
-
-    def _troubles(self) -> dict[str, str]:
-        """Say what is wrong, by worker."""
-        troubles = {}
-        for engine in self._engines:
-            trouble = engine.loss if engine.session is None else engine.session.trouble()
-            if trouble is not None:
-                troubles[engine.target] = trouble
-        return troubles

@@ -26,7 +26,7 @@ from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.migration import Export, Import, LiveRequest
 from scheduler_svc.engine import Engine
-from scheduler_svc.fleet import Fleet
+from scheduler_svc.roster import Roster
 from scheduler_svc.session import Session
 
 _REBALANCE_S: Final = 0.25
@@ -53,9 +53,9 @@ class Migration:
 class Migrator:
     """Takes requests from one session to another."""
 
-    def __init__(self, fleet: Fleet, migrations: Counter) -> None:
+    def __init__(self, roster: Roster, migrations: Counter) -> None:
         """`migrations` counts by source, target and end."""
-        self._fleet = fleet
+        self._roster = roster
         self._migrations = migrations
         self._moves: set[asyncio.Task[Migration]] = set()
 
@@ -68,10 +68,10 @@ class Migrator:
             FailedPreconditionError: It cannot be moved.
             UnavailableError: A worker is lost.
         """
-        target = self._fleet.engine(worker)
+        target = self._roster.engine(worker)
         found = [
             (engine, live)
-            for engine in self._fleet.engines
+            for engine in self._roster.engines
             if engine.session is not None
             for live in engine.session.call(lambda core: core.find_requests(request_id))
         ]
@@ -169,7 +169,7 @@ class Migrator:
         """Find a request that waits with its KV on the host, and a worker with room for it."""
         loads = [
             (engine, session, session.load())
-            for engine in self._fleet.engines
+            for engine in self._roster.engines
             if (session := engine.session) is not None
             and session.info.takes_kv
             and not session.is_draining

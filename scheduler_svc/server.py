@@ -89,9 +89,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.GetSchedulerLoadResponse:
         """Add up the workers' loads."""
-        loads = [load for load in self._fleet.loads().values() if load is not None]
+        roster = self._fleet.roster
+        loads = [load for load in roster.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
-            load=load_to_proto(loads, self._fleet.num_held_seqs, self._fleet.spaces().values())
+            load=load_to_proto(loads, self._fleet.num_held_seqs, roster.spaces().values())
         )
 
     async def Defragment(  # noqa: N802
@@ -109,7 +110,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DescribeSchedulerKvResponse:
         """Say who holds which blocks, worker by worker."""
         query = query_from_proto(request.query)
-        sessions = self._fleet.sessions(request.query.worker)
+        sessions = self._fleet.roster.attached(request.query.worker)
         return scheduler_pb2.DescribeSchedulerKvResponse(
             workers=[
                 description_to_proto(worker, session.call(lambda core: describe(core, query)))
@@ -124,7 +125,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DescribeSchedulerActivityResponse:
         """Say what each worker is doing."""
         query = activity_query_from_proto(request.query)
-        sessions = self._fleet.sessions(request.query.worker)
+        sessions = self._fleet.roster.attached(request.query.worker)
         return scheduler_pb2.DescribeSchedulerActivityResponse(
             workers=[
                 activity_to_proto(worker, it.steps.log, it.load(), it.space(), query)

@@ -108,7 +108,7 @@ class FakeSession:
         self.losses[request.request_id] = num_losses
 
 
-class FakeFleet:
+class FakeRoster:
     """Engines "a", "b" and, if a test wants it, more."""
 
     def __init__(self, **sessions):
@@ -142,12 +142,12 @@ def b():
 
 
 @pytest.fixture
-def fleet(a, b):
+def roster(a, b):
     live = a.oracle.live
-    fleet = FakeFleet(a=a, b=b)
-    fleet.oracle.live = live
+    roster = FakeRoster(a=a, b=b)
+    roster.oracle.live = live
     a.step()
-    return fleet
+    return roster
 
 
 @pytest.fixture
@@ -156,8 +156,8 @@ def migrations():
 
 
 @pytest.fixture
-def migrator(fleet, migrations):
-    return Migrator(fleet, migrations)
+def migrator(roster, migrations):
+    return Migrator(roster, migrations)
 
 
 def finish(*sessions):
@@ -195,11 +195,11 @@ async def test_pull_that_fails_leaves_it_where_it_was(migrator, a, b, migrations
     assert a.core.load().num_recomputed_tokens == 0
 
 
-async def test_cancel_during_the_pull_ends_it_everywhere(migrator, a, b, fleet):
+async def test_cancel_during_the_pull_ends_it_everywhere(migrator, a, b, roster):
     b.may_pull.clear()
     moving = asyncio.create_task(migrator.migrate("r0", "b"))
     await b.pulling.wait()
-    fleet.oracle.cancel((0, 0), a.core.cancel(SourceId(0), [0]))
+    roster.oracle.cancel((0, 0), a.core.cancel(SourceId(0), [0]))
     b.may_pull.set()
     assert (await moving).num_seqs == 0
     finish(a, b)
@@ -248,7 +248,7 @@ async def test_it_may_be_there_already(migrator):
     assert (moved.was_there, moved.num_blocks) == (True, 0)
 
 
-async def test_refusals(migrator, fleet, b, migrations):
+async def test_refusals(migrator, roster, b, migrations):
     with pytest.raises(NotFoundError, match="'other' is not live"):
         await migrator.migrate("other", "b")
     with pytest.raises(NotFoundError):
@@ -256,10 +256,10 @@ async def test_refusals(migrator, fleet, b, migrations):
     b.info.dtype = "bfloat16"
     with pytest.raises(FailedPreconditionError, match="float32 here and bfloat16"):
         await migrator.migrate("r0", "b")
-    fleet.engines[1].session = None
+    roster.engines[1].session = None
     with pytest.raises(UnavailableError, match="b is not attached: not there"):
         await migrator.migrate("r0", "b")
-    fleet.engines[1].session = FakeSession(SchedulerConfig(16, 2, 4, 16, 32))
+    roster.engines[1].session = FakeSession(SchedulerConfig(16, 2, 4, 16, 32))
     with pytest.raises(FailedPreconditionError, match="'r0' cannot be moved: that worker has no"):
         await migrator.migrate("r0", "b")
     assert migrations.labels("a", "b", "failed")._value.get() == 3

@@ -395,10 +395,8 @@ def test_step_that_nobody_gives_up_is_a_liveness_failure(age_s, is_stalled):
         placer=Placer(),
     )
     session = SimpleNamespace(oldest_step_age_s=lambda: age_s)
-    fleet._engines = (
-        SimpleNamespace(target="a:1", session=None),
-        SimpleNamespace(target="b:1", session=session),
-    )
+    fleet.roster.add(SimpleNamespace(target="a:1", session=None))
+    fleet.roster.add(SimpleNamespace(target="b:1", session=session))
     problem = fleet.describe_stall()
     assert (problem is not None) == is_stalled
     assert not is_stalled or "b:1" in problem
