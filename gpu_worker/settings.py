@@ -7,9 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from gpu_worker.kv_codec import CodecSpec, parse_codec
-from rpc.settings import Port, ProcessSettings
-
-PositiveInt = Annotated[int, Field(ge=1)]
+from rpc.settings import Port, PositiveInt, ProcessSettings
 
 
 class WorkerSettings(ProcessSettings):

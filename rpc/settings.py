@@ -29,6 +29,8 @@ ENV_PREFIX = "QUIRE_"
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0 picks a free one."""
 
+PositiveInt = Annotated[int, Field(ge=1)]
+
 _MAX_UDS_PATH_BYTES = 107
 """What the kernel's socket address holds."""
 

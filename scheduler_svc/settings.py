@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from rpc.discovery import check_targets
-from rpc.settings import Port, ProcessSettings, split_at_commas
+from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
 from scheduler_svc.core.policies.loading import make_policy
 
@@ -41,7 +41,7 @@ class SchedulerSettings(ProcessSettings):
     gRPC target of several addresses, such as ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """How long the workers must have been without a scheduler for that, in seconds."""
-    max_waiting: Annotated[int, Field(ge=1)] = 1024
+    max_waiting: PositiveInt = 1024
     """Most sequences that may wait at one worker; more are refused, with a hint when to retry."""
     enable_prefix_caching: bool = True
     """Whether blocks of KV are found again by the tokens they hold."""
@@ -61,14 +61,14 @@ class SchedulerSettings(ProcessSettings):
     moved together; 0: from any. Default: never, because a block of fixed size needs no neighbours,
     and each move costs the device a block's reading and writing; it pays where long runs do, as in
     swaps. `quire defragment` does it once."""
-    max_defragment_moves: Annotated[int, Field(ge=1)] = 32
+    max_defragment_moves: PositiveInt = 32
     """Most blocks that a step moves for that."""
-    max_prefill_chunk: Annotated[int, Field(ge=1)] | None = None
+    max_prefill_chunk: PositiveInt | None = None
     """Most prompt tokens of one sequence in one step; default: what the worker allows."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
     ones overtake it. Default: half of the tokens that a step may have; 0: none is long."""
-    max_long_prefills: Annotated[int, Field(ge=1)] = 1
+    max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
     """How much longer a step may take for a part of a long prompt while others stream: the parts
@@ -81,9 +81,9 @@ class SchedulerSettings(ProcessSettings):
     preemption_mode: Literal["cost", "swap", "recompute"] = "cost"
     """What becomes of the KV of a sequence that must make room: swap moves it to the worker's host
     memory as long as there is some, recompute drops it, cost does what takes less time."""
-    max_swap_blocks: Annotated[int, Field(ge=1)] = 256
+    max_swap_blocks: PositiveInt = 256
     """Most blocks that one step brings back from host memory, most cached ones it saves there."""
-    max_disk_moves: Annotated[int, Field(ge=1)] = 256
+    max_disk_moves: PositiveInt = 256
     """Most blocks on their way from the worker's disk, and most cached ones on their way there."""
     placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
     """Which worker a request goes to: prefix weighs what its prefix cache has of the prompt against
@@ -102,14 +102,14 @@ class SchedulerSettings(ProcessSettings):
     resume_grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long a request that its client may resume goes on without one, and how long what came of
     it is kept after its end, in seconds; 0: every request ends with its client's call."""
-    resume_max_mb: Annotated[int, Field(ge=1)] = 256
+    resume_max_mb: PositiveInt = 256
     """How much memory the prompts and outputs of resumable requests may take, in MiB. Beyond it the
     oldest of those that nobody reads are given up early, and then no more are taken."""
 
     record: Path | None = None
     """Directory for recordings of all that the scheduler decides, one file for each attachment of a
     worker, which `quire replay` reads; unset: none are made. They hold the prompts' tokens."""
-    record_max_mb: Annotated[int, Field(ge=1)] = 1024
+    record_max_mb: PositiveInt = 1024
     """Most that the recordings of this process may take together, in MiB; then it records no more,
     and serves on."""
 

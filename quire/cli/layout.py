@@ -9,7 +9,7 @@ from typing import Final
 
 from quire.cli import ports
 from quire.cli.child import ProcessSpec
-from quire.cli.settings import UpSettings
+from quire.cli.up_settings import UpSettings
 from rpc.settings import ENV_PREFIX
 
 SHIPPED_MODEL: Final = Path(__file__).parents[2] / "models" / "quire-tiny-python"

@@ -26,8 +26,8 @@ from quire.cli.service_dir import (
     find_service,
     running_services,
 )
-from quire.cli.settings import UpSettings
 from quire.cli.supervisor import Running, StartError, Supervisor
+from quire.cli.up_settings import UpSettings
 from quire.cli.welcome import how_to_use, start_demo
 from rpc.settings import parse_settings
 

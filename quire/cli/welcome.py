@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 from quire.cli.invocation import invocation
-from quire.cli.settings import UpSettings
+from quire.cli.up_settings import UpSettings
 from rpc.settings import ENV_PREFIX
 
 DEMO_PROMPT: Final = 'class Stack:\n    """A last-in, first-out container."""\n'

@@ -9,8 +9,9 @@ from aiohttp import web
 from quire.cli import layout
 from quire.cli.command_error import CommandError
 from quire.cli.probe import probe
-from quire.cli.settings import GenerateSettings, UpSettings
+from quire.cli.settings import GenerateSettings
 from quire.cli.target import connection_errors
+from quire.cli.up_settings import UpSettings
 from quire.cli.welcome import how_to_use
 from rpc.errors import UnavailableError
 from rpc.settings import parse_settings

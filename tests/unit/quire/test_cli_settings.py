@@ -7,7 +7,8 @@ import pytest
 
 from quire.cli import layout, ports
 from quire.cli.__main__ import COMMANDS, main
-from quire.cli.settings import DownSettings, GenerateSettings, UpSettings
+from quire.cli.settings import DownSettings, GenerateSettings
+from quire.cli.up_settings import UpSettings
 from rpc.settings import parse_settings
 
 

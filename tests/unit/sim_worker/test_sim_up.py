@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import layout
-from quire.cli.settings import UpSettings
+from quire.cli.up_settings import UpSettings
 from rpc.settings import parse_settings
 
 
