@@ -5,7 +5,11 @@ many requests run as the device takes at once: the peak. Then requests come at t
 whatever becomes of them, and nobody tries again.
 
 - `goodput_over_peak`: tokens per second of the requests that are accepted and end well, over peak.
-- `refusal_p99_ms`: how long it takes to be refused.
+- `refusal_p99_ms`: how long it takes to be refused, seen by a process of its own
+  (`overload_probe.py`): the one that makes the load would measure itself.
+- `health_idle_p99_ms`, `health_p99_ms`: what a health call of the same process takes before and
+  meanwhile, and `late_p99_ms`, by how much its sleeps are too long: what the machine costs, whoever
+  else uses it. `refusal_over_idle` is the refusals' p99 over the idle health calls'.
 - `rss_growth`: what each process's memory at the end is of what it was after a quarter of the time.
 
 Ends with 1 if a refusal does not say when to come back, or an accepted request does not end well.
@@ -40,6 +44,9 @@ from rpc.errors import TooBusyError
 from rpc.status import PUSHBACK_KEY, status_to_error
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"
+_PROBE = Path(__file__).with_name("overload_probe.py")
+_PROBE_START_S = 2.0
+"""For it to be there, and for the queue to fill."""
 _HOST = "127.0.0.1"
 _NUM_SEQS = 16
 _OUTPUT_LEN = 32
@@ -86,6 +93,24 @@ async def ask(stub: InferenceServiceStub, draw: random.Random, outcome: Outcome)
     outcome.token_times_s += times_s
     if len(times_s) != _OUTPUT_LEN:
         outcome.faults.append(f"an accepted request ended with {len(times_s)} tokens")
+
+
+async def probe(target: str, seconds: float) -> dict[str, list[float]]:
+    """Have a process of its own ask, one call at a time."""
+    lengths = (f"--prompt-len={_PROMPT_LEN}", f"--output-len={_OUTPUT_LEN}")
+    prober = await asyncio.create_subprocess_exec(
+        *(sys.executable, _PROBE, target, f"--seconds={seconds}", *lengths),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, _ = await prober.communicate()
+    finally:
+        if prober.returncode is None:
+            prober.kill()
+    if prober.returncode:
+        raise RuntimeError(f"the probe ended with {prober.returncode}")
+    took: dict[str, list[float]] = json.loads(output)
+    return took
 
 
 async def find_peak(stub: InferenceServiceStub, draw: random.Random, seconds: float) -> float:
@@ -176,16 +201,23 @@ def is_ready(process: Process) -> bool:
 async def measure(args: argparse.Namespace) -> dict[str, object]:
     """Find the peak, go beyond it, and say what came of it."""
     draw = random.Random(0)
+
+    async def probe_crowd() -> dict[str, list[float]]:
+        await asyncio.sleep(_PROBE_START_S)
+        return await probe(target, max(1.0, args.seconds - 2 * _PROBE_START_S))
+
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as name:
         directory = Path(name)
-        async with (
-            service(directory) as processes,
-            open_channel(f"unix:{directory}/router.sock") as channel,
-        ):
+        target = f"unix:{directory}/router.sock"
+        async with service(directory) as processes, open_channel(target) as channel:
+            idle = await probe(target, min(10.0, args.seconds / 3))
             stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             peak = await find_peak(stub, draw, min(10.0, args.seconds / 3))
             rate = args.times * peak / _OUTPUT_LEN
-            outcome, goodput, growth = await overload(stub, draw, rate, args.seconds, processes)
+            async with asyncio.TaskGroup() as tasks:
+                probing = tasks.create_task(probe_crowd())
+                outcome, goodput, growth = await overload(stub, draw, rate, args.seconds, processes)
+            took = probing.result()
     for fault in outcome.faults[:10]:
         print(f"  wrong: {fault}")
     return {
@@ -195,10 +227,23 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "refused": len(outcome.refusals_s),
         "faults": len(outcome.faults),
         "goodput_over_peak": round(goodput / peak, 3),
-        "refusal_p50_ms": round(float(np.percentile(outcome.refusals_s, 50)) * 1e3, 2),
-        "refusal_p99_ms": round(float(np.percentile(outcome.refusals_s, 99)) * 1e3, 2),
+        "refusal_p50_ms": percentile_ms(took["refusal_s"], 50),
+        "refusal_p99_ms": percentile_ms(took["refusal_s"], 99),
+        "refusal_over_idle": round(
+            percentile_ms(took["refusal_s"], 99) / percentile_ms(idle["health_s"], 99), 1
+        ),
+        "health_idle_p99_ms": percentile_ms(idle["health_s"], 99),
+        "health_p99_ms": percentile_ms(took["health_s"], 99),
+        "late_p99_ms": percentile_ms(took["late_s"], 99),
+        "refusals_probed": len(took["refusal_s"]),
+        "crowd_refusal_p99_ms": percentile_ms(outcome.refusals_s, 99),
         "rss_growth": growth,
     }
+
+
+def percentile_ms(seconds: list[float], percent: float) -> float:
+    """Give one, in milliseconds."""
+    return round(float(np.percentile(seconds, percent)) * 1e3, 2)
 
 
 def main() -> None:
