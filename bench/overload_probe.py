@@ -47,8 +47,7 @@ def call_around(channel: grpc.Channel, args: argparse.Namespace, seed: int, took
     check = health_pb2.HealthCheckRequest()
     end_s = time.monotonic() + args.seconds
     while time.monotonic() < end_s:
-        pause_s = draw.uniform(0.5, 1.0) * _PAUSE_S
-        took.late_s.append(time_of(lambda: time.sleep(pause_s)) - pause_s)
+        took.late_s.append(time_of(lambda: time.sleep(_PAUSE_S)) - _PAUSE_S)
         took.health_s.append(time_of(lambda: health.Check(check, timeout=_CALL_S)))
         prompt = [draw.randrange(2, 4000) for _ in range(args.prompt_len)]
         request = inference_pb2.GenerateRequest(

@@ -71,6 +71,7 @@ class Inference:
             self.model,
             num_threads=tokenizer_threads,
             max_pending_prompts=max_live_requests,
+            check_room=schedulers.check_room,
         )
         """What faces ask about text."""
 
@@ -79,8 +80,9 @@ class Inference:
 
         Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
         model; `AlreadyExistsError` if a request of this id is live; `TooBusyError` beyond
-        `max_live_requests`; `UnavailableError` while draining or cut off from the scheduler;
-        `DeadlineExceededError` if the deadline passed while the prompt was tokenized.
+        `max_live_requests`, or if the schedulers' queues are full; `UnavailableError` while
+        draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
+        the prompt was tokenized.
         """
         try:
             return await self._generate(request)
@@ -91,6 +93,8 @@ class Inference:
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
+        # Before anything is done for it: under overload most requests end here.
+        self._schedulers.check_room(request.n)
         if self._has_api_keys:
             request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex

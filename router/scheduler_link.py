@@ -95,6 +95,8 @@ class SchedulerLink:
         """How the scheduler that is connected hangs; None: it does not."""
         self.table = LiveTable()
         """The sequences that the scheduler works on, or will as soon as there is one."""
+        self.room: int | None = None
+        """Sequences that its queues will take, as far as is known; None: they need no counting."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
@@ -119,6 +121,8 @@ class SchedulerLink:
         """Submits a request; as soon as there is a scheduler, if there is none."""
         self.table.add(live)
         if self._outbox is not None:
+            if self.room is not None and not live.num_submits:
+                self.room = max(0, self.room - len(live.outputs))
             live.num_submits += 1
             self._outbox.submit(live)
 
@@ -284,6 +288,7 @@ class SchedulerLink:
             epoch=welcome.epoch,
             num_resubmitted=len(lives),
         )
+        self.room = None
         outbox = self._outbox = Outbox()
         for live in lives:
             self.submit(live)
@@ -319,6 +324,8 @@ class SchedulerLink:
                 raise QuireError("a second welcome")
 
     def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
+        if news.room is not None:
+            self.room = news.room.num_seqs
         stopped = self.table.hear(news, is_new=is_new)
         if stopped and self._outbox is not None:
             self._outbox.cancel(list(stopped))

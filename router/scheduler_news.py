@@ -82,6 +82,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueRoom:
+    """How much room the queues have."""
+
+    num_seqs: int | None
+    """Sequences that may be submitted; None: as many as may be."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepNews:
     """What one step produced for this router's sequences."""
 
@@ -94,6 +102,8 @@ class StepNews:
     admissions: tuple[Admission, ...]
     pins: tuple[Pin, ...]
     endings: tuple[Ending, ...]
+    room: QueueRoom | None = None
+    """None: no news of that."""
 
 
 @dataclass(frozen=True, slots=True)

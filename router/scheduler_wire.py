@@ -15,6 +15,7 @@ from router.scheduler_news import (
     News,
     Pin,
     PromptPart,
+    QueueRoom,
     Refusal,
     Resumption,
     SchedulerModel,
@@ -201,7 +202,12 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         ),
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
         endings=tuple(map(_ending_from_proto, message.finished)),
+        room=_room_from_proto(message.room) if message.HasField("room") else None,
     )
+
+
+def _room_from_proto(message: scheduler_pb2.QueueRoom) -> QueueRoom:
+    return QueueRoom(message.num_sequences if message.HasField("num_sequences") else None)
 
 
 def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:

@@ -25,7 +25,7 @@ from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
 from router.scheduler_news import SchedulerModel
 from router.validation import MAX_N
 from rpc.discovery import Discovery
-from rpc.errors import NotFoundError, QuireError, UnavailableError
+from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.members import keep_members
 
@@ -78,6 +78,18 @@ class Schedulers:
         None before the first welcome, and when the model does not fit the tokenizer.
         """
         return self._model
+
+    def check_room(self, n: int) -> None:
+        """Checks that `n` more sequences may be submitted, as far as is known here.
+
+        Raises TooBusyError: all the schedulers' queues are full.
+        """
+        rooms = [link.room for link in self._connected]
+        most = max((room for room in rooms if room is not None), default=0)
+        if rooms and None not in rooms and most < n:
+            raise TooBusyError(
+                f"the queue is full: {most} more sequences may wait, and this request has {n}"
+            )
 
     def reserve_seq_keys(self, n: int) -> int:
         """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.

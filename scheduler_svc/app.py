@@ -24,6 +24,7 @@ from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.placement import Placement, Placer
 from scheduler_svc.queue_metrics import QueueCollector
+from scheduler_svc.queue_room import QueueRoom
 from scheduler_svc.recording import Recordings
 from scheduler_svc.reign import next_epoch, wait_for_vacancy
 from scheduler_svc.router_streams import RouterStreams
@@ -115,7 +116,8 @@ async def _run_scheduler(
     registry.register(SpaceCollector(roster.spaces))
     registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
-    servicer = SchedulerServicer(fleet, streams, migrator, epoch)
+    queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
+    servicer = SchedulerServicer(fleet, streams, migrator, queue_room, epoch)
     tasks: list[asyncio.Task[None]] = []
 
     def run(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -131,6 +133,7 @@ async def _run_scheduler(
         run(servicer.give_up_kept(), "kept requests")
         run(fleet.watch(), "hanging workers")
         run(servicer.beat(), "beats")
+        run(queue_room.run(), "room in the queues")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             run(migrator.rebalance(), "rebalancing")
         run(Drainer(fleet, migrator).run(), "draining workers")

@@ -130,6 +130,15 @@ class Fleet:
         return self._held.num_seqs
 
     @property
+    def queue_room(self) -> int:
+        """How many sequences may be submitted to the worker that has the most room, or be held."""
+        sessions = [session for session in self._sessions() if not session.is_draining]
+        if not sessions:
+            return max(0, self._max_waiting - self._held.num_seqs)
+        loads = [session.placement_load() for session in sessions]
+        return max(0, *(load.max_waiting - load.num_waiting for load in loads))
+
+    @property
     def num_live_seqs(self) -> int:
         """Sequences that run or wait, at a worker or for one."""
         loads = [session.load() for session in self._sessions()]

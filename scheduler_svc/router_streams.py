@@ -58,6 +58,12 @@ class RouterStreams:
         for stream in self._streams.values():
             stream.beat()
 
+    def tell_room(self, num_seqs: int | None) -> None:
+        """Tell each router how many sequences may be submitted; None: it need not count."""
+        room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
+        for stream in self._streams.values():
+            stream.deliver(scheduler_pb2.StepOutput(room=room))
+
     def end_all(self, error: QuireError) -> None:
         """End all streams behind what is pending."""
         for stream in self._streams.values():

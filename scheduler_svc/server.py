@@ -9,7 +9,7 @@ import grpc.aio
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc.errors import InvalidArgumentError, QuireError
+from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
 from rpc.grpc_server import Service
 from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
@@ -17,6 +17,7 @@ from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.live_sequences import live_seq_keys
 from scheduler_svc.migrator import Migrator
+from scheduler_svc.queue_room import QueueRoom
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto
@@ -39,12 +40,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Answers the calls of `quire.v1.SchedulerService`."""
 
     def __init__(
-        self, fleet: Fleet, streams: RouterStreams, migrator: Migrator, epoch: int
+        self,
+        fleet: Fleet,
+        streams: RouterStreams,
+        migrator: Migrator,
+        queue_room: QueueRoom,
+        epoch: int,
     ) -> None:
         self._fleet = fleet
         self._streams = streams
         self._kept = streams.kept
         self._migrator = migrator
+        self._queue_room = queue_room
         self._epoch = epoch
 
     async def give_up_kept(self) -> None:
@@ -202,6 +209,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._fleet.submit(request)
         except QuireError as error:
             self._streams.refuse(request, error)
+            if isinstance(error, TooBusyError):
+                self._queue_room.note_refusal()
 
     def _cancel(self, seq_keys: Iterable[int], stream: RouterStream) -> None:
         for source, keys in self._kept.by_source(stream, seq_keys).items():

@@ -26,7 +26,7 @@ from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 from quire.v1 import kv_pb2 as quire_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\x1a\x11quire/v1/kv.proto\"\xd1\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x12\"\n\x06resume\x18\x04 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x12 \n\x05leave\x18\x05 \x01(\x0b\x32\x0f.quire.v1.LeaveH\x00\x42\t\n\x07message\"\xbd\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x12$\n\x07resumed\x18\x04 \x01(\x0b\x32\x11.quire.v1.ResumedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\x9b\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\ndeadline_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\"\n\x04\x62\x65\x61m\x18\r \x01(\x0b\x32\x14.quire.v1.BeamSearch\x12\x1a\n\rresume_record\x18\x0e \x01(\x0cH\x02\x88\x01\x01\x42\r\n\x0b_deadline_sB\x0e\n\x0c_cache_pin_sB\x10\n\x0e_resume_record\"[\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1a.quire.v1.SequenceFinished\"C\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x03 \x01(\x04\"\x19\n\x05Leave\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"Q\n\x07Resumed\x12 \n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.Submit\x12$\n\x06so_far\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutput\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xaf\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .quire.v1.SequencePromptLogprobs\x12(\n\x06pinned\x18\x08 \x03(\x0b\x32\x18.quire.v1.SequencePinned\"e\n\x16SequencePromptLogprobs\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"<\n\x0eSequencePinned\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\r\"\xde\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputError\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load\"\x13\n\x11\x44\x65\x66ragmentRequest\"F\n\x12\x44\x65\x66ragmentResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.quire.v1.WorkerDefragmentation\"j\n\x15WorkerDefragmentation\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0brate_before\x18\x02 \x01(\x01\x12\x12\n\nrate_after\x18\x03 \x01(\x01\x12\x18\n\x10num_moved_blocks\x18\x04 \x01(\r\">\n\x1a\x44\x65scribeSchedulerKvRequest\x12 \n\x05query\x18\x01 \x01(\x0b\x32\x11.quire.v1.KvQuery\"B\n\x1b\x44\x65scribeSchedulerKvResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.quire.v1.WorkerKv\"J\n DescribeSchedulerActivityRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.quire.v1.ActivityQuery\"N\n!DescribeSchedulerActivityResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.WorkerActivity\"4\n\x0eMigrateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\"d\n\x0fMigrateResponse\x12\x13\n\x0b\x66rom_worker\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\twas_there\x18\x04 \x01(\x08\x32\x94\x04\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponse\x12G\n\nDefragment\x12\x1b.quire.v1.DefragmentRequest\x1a\x1c.quire.v1.DefragmentResponse\x12\x62\n\x13\x44\x65scribeSchedulerKv\x12$.quire.v1.DescribeSchedulerKvRequest\x1a%.quire.v1.DescribeSchedulerKvResponse\x12t\n\x19\x44\x65scribeSchedulerActivity\x12*.quire.v1.DescribeSchedulerActivityRequest\x1a+.quire.v1.DescribeSchedulerActivityResponse\x12>\n\x07Migrate\x12\x18.quire.v1.MigrateRequest\x1a\x19.quire.v1.MigrateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\x1a\x11quire/v1/kv.proto\"\xd1\x01\n\x0e\x43onnectRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.quire.v1.RouterHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x12\"\n\x06resume\x18\x04 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x12 \n\x05leave\x18\x05 \x01(\x0b\x32\x0f.quire.v1.LeaveH\x00\x42\t\n\x07message\"\xbd\x01\n\x0f\x43onnectResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.quire.v1.SchedulerWelcomeH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.quire.v1.RefusedH\x00\x12$\n\x07resumed\x18\x04 \x01(\x0b\x32\x11.quire.v1.ResumedH\x00\x42\t\n\x07message\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"E\n\x10SchedulerWelcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x05model\x18\x02 \x01(\x0b\x32\x13.quire.v1.ModelInfo\"\x9b\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\x12\t\n\x01n\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x07outputs\x18\x08 \x03(\x0b\x32\x15.quire.v1.OutputSoFar\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\ndeadline_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_pin_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\"\n\x04\x62\x65\x61m\x18\r \x01(\x0b\x32\x14.quire.v1.BeamSearch\x12\x1a\n\rresume_record\x18\x0e \x01(\x0cH\x02\x88\x01\x01\x42\r\n\x0b_deadline_sB\x0e\n\x0c_cache_pin_sB\x10\n\x0e_resume_record\"[\n\x0bOutputSoFar\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\'\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1a.quire.v1.SequenceFinished\"C\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x15\n\rfirst_seq_key\x18\x03 \x01(\x04\"\x19\n\x05Leave\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"Q\n\x07Resumed\x12 \n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.Submit\x12$\n\x06so_far\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepOutput\"\x1a\n\x06\x43\x61ncel\x12\x10\n\x08seq_keys\x18\x01 \x03(\x04\"m\n\x07Refused\x12\x15\n\rfirst_seq_key\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\xd2\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.quire.v1.IndexedLogprob\x12,\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x1a.quire.v1.SequenceAdmitted\x12,\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1a.quire.v1.SequenceFinished\x12\x39\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32 .quire.v1.SequencePromptLogprobs\x12(\n\x06pinned\x18\x08 \x03(\x0b\x32\x18.quire.v1.SequencePinned\x12!\n\x04room\x18\t \x01(\x0b\x32\x13.quire.v1.QueueRoom\"9\n\tQueueRoom\x12\x1a\n\rnum_sequences\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_num_sequences\"e\n\x16SequencePromptLogprobs\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"O\n\x10SequenceAdmitted\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x02\"<\n\x0eSequencePinned\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12\x19\n\x11num_pinned_tokens\x18\x02 \x01(\r\"\xde\x01\n\x10SequenceFinished\x12\x0f\n\x07seq_key\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.OutputError\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x02H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x15\n\x13_cumulative_logprob\"\x19\n\x17GetSchedulerLoadRequest\"8\n\x18GetSchedulerLoadResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.quire.v1.Load\"\x13\n\x11\x44\x65\x66ragmentRequest\"F\n\x12\x44\x65\x66ragmentResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.quire.v1.WorkerDefragmentation\"j\n\x15WorkerDefragmentation\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0brate_before\x18\x02 \x01(\x01\x12\x12\n\nrate_after\x18\x03 \x01(\x01\x12\x18\n\x10num_moved_blocks\x18\x04 \x01(\r\">\n\x1a\x44\x65scribeSchedulerKvRequest\x12 \n\x05query\x18\x01 \x01(\x0b\x32\x11.quire.v1.KvQuery\"B\n\x1b\x44\x65scribeSchedulerKvResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.quire.v1.WorkerKv\"J\n DescribeSchedulerActivityRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.quire.v1.ActivityQuery\"N\n!DescribeSchedulerActivityResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.WorkerActivity\"4\n\x0eMigrateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\"d\n\x0fMigrateResponse\x12\x13\n\x0b\x66rom_worker\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\twas_there\x18\x04 \x01(\x08\x32\x94\x04\n\x10SchedulerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x12Y\n\x10GetSchedulerLoad\x12!.quire.v1.GetSchedulerLoadRequest\x1a\".quire.v1.GetSchedulerLoadResponse\x12G\n\nDefragment\x12\x1b.quire.v1.DefragmentRequest\x1a\x1c.quire.v1.DefragmentResponse\x12\x62\n\x13\x44\x65scribeSchedulerKv\x12$.quire.v1.DescribeSchedulerKvRequest\x1a%.quire.v1.DescribeSchedulerKvResponse\x12t\n\x19\x44\x65scribeSchedulerActivity\x12*.quire.v1.DescribeSchedulerActivityRequest\x1a+.quire.v1.DescribeSchedulerActivityResponse\x12>\n\x07Migrate\x12\x18.quire.v1.MigrateRequest\x1a\x19.quire.v1.MigrateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,39 +56,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REFUSED']._serialized_start=1303
   _globals['_REFUSED']._serialized_end=1412
   _globals['_STEPOUTPUT']._serialized_start=1415
-  _globals['_STEPOUTPUT']._serialized_end=1718
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1720
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1821
-  _globals['_INDEXEDLOGPROB']._serialized_start=1823
-  _globals['_INDEXEDLOGPROB']._serialized_end=1895
-  _globals['_SEQUENCEADMITTED']._serialized_start=1897
-  _globals['_SEQUENCEADMITTED']._serialized_end=1976
-  _globals['_SEQUENCEPINNED']._serialized_start=1978
-  _globals['_SEQUENCEPINNED']._serialized_end=2038
-  _globals['_SEQUENCEFINISHED']._serialized_start=2041
-  _globals['_SEQUENCEFINISHED']._serialized_end=2263
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=2265
-  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=2290
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=2292
-  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=2348
-  _globals['_DEFRAGMENTREQUEST']._serialized_start=2350
-  _globals['_DEFRAGMENTREQUEST']._serialized_end=2369
-  _globals['_DEFRAGMENTRESPONSE']._serialized_start=2371
-  _globals['_DEFRAGMENTRESPONSE']._serialized_end=2441
-  _globals['_WORKERDEFRAGMENTATION']._serialized_start=2443
-  _globals['_WORKERDEFRAGMENTATION']._serialized_end=2549
-  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_start=2551
-  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_end=2613
-  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_start=2615
-  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_end=2681
-  _globals['_DESCRIBESCHEDULERACTIVITYREQUEST']._serialized_start=2683
-  _globals['_DESCRIBESCHEDULERACTIVITYREQUEST']._serialized_end=2757
-  _globals['_DESCRIBESCHEDULERACTIVITYRESPONSE']._serialized_start=2759
-  _globals['_DESCRIBESCHEDULERACTIVITYRESPONSE']._serialized_end=2837
-  _globals['_MIGRATEREQUEST']._serialized_start=2839
-  _globals['_MIGRATEREQUEST']._serialized_end=2891
-  _globals['_MIGRATERESPONSE']._serialized_start=2893
-  _globals['_MIGRATERESPONSE']._serialized_end=2993
-  _globals['_SCHEDULERSERVICE']._serialized_start=2996
-  _globals['_SCHEDULERSERVICE']._serialized_end=3528
+  _globals['_STEPOUTPUT']._serialized_end=1753
+  _globals['_QUEUEROOM']._serialized_start=1755
+  _globals['_QUEUEROOM']._serialized_end=1812
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1814
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1915
+  _globals['_INDEXEDLOGPROB']._serialized_start=1917
+  _globals['_INDEXEDLOGPROB']._serialized_end=1989
+  _globals['_SEQUENCEADMITTED']._serialized_start=1991
+  _globals['_SEQUENCEADMITTED']._serialized_end=2070
+  _globals['_SEQUENCEPINNED']._serialized_start=2072
+  _globals['_SEQUENCEPINNED']._serialized_end=2132
+  _globals['_SEQUENCEFINISHED']._serialized_start=2135
+  _globals['_SEQUENCEFINISHED']._serialized_end=2357
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_start=2359
+  _globals['_GETSCHEDULERLOADREQUEST']._serialized_end=2384
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_start=2386
+  _globals['_GETSCHEDULERLOADRESPONSE']._serialized_end=2442
+  _globals['_DEFRAGMENTREQUEST']._serialized_start=2444
+  _globals['_DEFRAGMENTREQUEST']._serialized_end=2463
+  _globals['_DEFRAGMENTRESPONSE']._serialized_start=2465
+  _globals['_DEFRAGMENTRESPONSE']._serialized_end=2535
+  _globals['_WORKERDEFRAGMENTATION']._serialized_start=2537
+  _globals['_WORKERDEFRAGMENTATION']._serialized_end=2643
+  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_start=2645
+  _globals['_DESCRIBESCHEDULERKVREQUEST']._serialized_end=2707
+  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_start=2709
+  _globals['_DESCRIBESCHEDULERKVRESPONSE']._serialized_end=2775
+  _globals['_DESCRIBESCHEDULERACTIVITYREQUEST']._serialized_start=2777
+  _globals['_DESCRIBESCHEDULERACTIVITYREQUEST']._serialized_end=2851
+  _globals['_DESCRIBESCHEDULERACTIVITYRESPONSE']._serialized_start=2853
+  _globals['_DESCRIBESCHEDULERACTIVITYRESPONSE']._serialized_end=2931
+  _globals['_MIGRATEREQUEST']._serialized_start=2933
+  _globals['_MIGRATEREQUEST']._serialized_end=2985
+  _globals['_MIGRATERESPONSE']._serialized_start=2987
+  _globals['_MIGRATERESPONSE']._serialized_end=3087
+  _globals['_SCHEDULERSERVICE']._serialized_start=3090
+  _globals['_SCHEDULERSERVICE']._serialized_end=3622
 # @@protoc_insertion_point(module_scope)

@@ -133,7 +133,7 @@ class Refused(_message.Message):
     def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned")
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class StepOutput(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_keys: bytes
     token_ids: bytes
@@ -150,7 +151,14 @@ class StepOutput(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SequencePromptLogprobs]
     pinned: _containers.RepeatedCompositeFieldContainer[SequencePinned]
-    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ...) -> None: ...
+    room: QueueRoom
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ...) -> None: ...
+
+class QueueRoom(_message.Message):
+    __slots__ = ("num_sequences",)
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    def __init__(self, num_sequences: _Optional[int] = ...) -> None: ...
 
 class SequencePromptLogprobs(_message.Message):
     __slots__ = ("seq_key", "position", "logprobs")

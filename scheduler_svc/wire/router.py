@@ -216,6 +216,8 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
         merged.finished.extend(output.finished)
         merged.prompt_logprobs.extend(output.prompt_logprobs)
         merged.pinned.extend(output.pinned)
+        if output.HasField("room"):
+            merged.room.CopyFrom(output.room)
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4
