@@ -147,6 +147,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
+    async def tell_room(self, num_sequences=None):
+        """Says how many sequences the queues take; None: they need no counting."""
+        room = scheduler_pb2.QueueRoom(num_sequences=num_sequences)
+        step = scheduler_pb2.StepOutput(room=room)
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
     async def resumed(self, submit, first_seq_key, so_far=None):
         """Hands over a request that was submitted before; `so_far` is a StepOutput."""
         resumed = scheduler_pb2.Resumed(submit=submit, so_far=so_far)

@@ -320,6 +320,41 @@ async def test_too_many_live_requests_are_refused(router):
     (await start(router))[0]._close()
 
 
+async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_looked_at(router):
+    live, submit = await start(router)
+    await router.scheduler.tell_room(2)
+    await router.scheduler.step({submit.first_seq_key: router.tokens("a")})  # heard after the room
+    await anext(live)
+    prompts, router.inference._prompts = router.inference._prompts, None  # no thread is asked
+    with pytest.raises(TooBusyError, match="2 more sequences may wait, and this request has 3"):
+        await router.inference.generate(GenerateRequest(prompt="a", n=3))
+    router.inference._prompts = prompts
+    second, again = await start(router, n=2)  # which takes the room, until the scheduler says more
+    with pytest.raises(TooBusyError, match="0 more sequences may wait"):
+        await router.inference.generate(GenerateRequest(prompt="a"))
+    with pytest.raises(TooBusyError):
+        await router.inference.render_chat("", [{"role": "user", "content": "hi"}])
+    await router.scheduler.tell_room()
+    await router.scheduler.step({again.first_seq_key: router.tokens("a")})
+    await anext(second)
+    third, _ = await start(router)
+    for each in (live, second, third):
+        await each.aclose()
+
+
+async def test_a_scheduler_that_is_met_anew_is_asked_anew_what_room_there_is(router):
+    live, submit = await start(router)
+    await router.scheduler.tell_room(0)
+    await router.scheduler.step({submit.first_seq_key: router.tokens("a")})
+    await anext(live)
+    await router.scheduler.stop()
+    await router.scheduler.start()
+    await router.scheduler.submits.get()
+    again, _ = await start(router)
+    await again.aclose()
+    await live.aclose()
+
+
 async def test_a_request_that_is_refused_frees_its_place(router):
     for _ in range(10):
         with pytest.raises(InvalidArgumentError):

@@ -323,6 +323,32 @@ async def test_full_queue_is_refused_with_a_retry_hint(folder, worker, connect):
         await router.read_until_finished(0, 1, 2, 3)
 
 
+async def test_after_a_refusal_routers_are_told_how_much_room_there_is(folder, worker, connect):
+    worker.pause()
+    async with running_scheduler(folder, [worker.target], max_waiting=4) as scheduler:
+        router, other = await connect(scheduler.target), await connect(scheduler.target)
+
+        async def told_of(who):
+            while not (step := (await who.read()).step).HasField("room"):
+                pass
+            return step.room.num_sequences if step.room.HasField("num_sequences") else None
+
+        await router.submit(0, [1], max_tokens=100)
+        await worker.wait_for_batches(2)
+        await router.submit(1, [1], n=3, max_tokens=2)
+        await router.submit(10, [1], n=2, max_tokens=2)
+        assert await told_of(router) == 1
+        assert 10 in router.refused
+        assert await told_of(other) == 1
+        await router.submit(20, [1], max_tokens=2)
+        while await told_of(other):
+            pass  # it is told again as long as there is some, but little
+        worker.resume()
+        while await told_of(other) is not None:
+            pass
+        await router.read_until_finished(0, 1, 2, 3, 20)
+
+
 async def test_stream_that_does_not_begin_with_hello_is_refused(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
