@@ -325,15 +325,16 @@ async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_lo
     await router.scheduler.tell_room(2)
     await router.scheduler.step({submit.first_seq_key: router.tokens("a")})  # heard after the room
     await anext(live)
-    prompts, router.inference._prompts = router.inference._prompts, None  # no thread is asked
+    text = router.inference.text
+    prompts, text._prompts = text._prompts, None  # no thread is asked
     with pytest.raises(TooBusyError, match="2 more sequences may wait, and this request has 3"):
         await router.inference.generate(GenerateRequest(prompt="a", n=3))
-    router.inference._prompts = prompts
+    text._prompts = prompts
     second, again = await start(router, n=2)  # which takes the room, until the scheduler says more
     with pytest.raises(TooBusyError, match="0 more sequences may wait"):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(TooBusyError):
-        await router.inference.render_chat("", [{"role": "user", "content": "hi"}])
+        await text.render_chat("", [{"role": "user", "content": "hi"}])
     await router.scheduler.tell_room()
     await router.scheduler.step({again.first_seq_key: router.tokens("a")})
     await anext(second)
