@@ -14,7 +14,15 @@ from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics, request_span
 from router.api_keys import ApiKeys
-from router.domain import GenerateRequest, Load, ModelInfo, ResumeRequest, TextTerms
+from router.domain import (
+    BeamSearch,
+    GenerateRequest,
+    Load,
+    ModelInfo,
+    ResumeRequest,
+    SamplingParams,
+    TextTerms,
+)
 from router.intake import Intake
 from router.live_output import LiveOutput
 from router.live_request import LiveRequest, ReplayRecord
@@ -130,10 +138,9 @@ class Inference:
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
         sampling = replace(sampling, structured=prepared.structured)
-        assert sampling.max_tokens is not None, "it is settled"
-        num_outputs = request.n if request.beam is None else request.beam.width
         lease.reserve(
-            len(prompt) + num_outputs * sampling.max_tokens, asyncio.get_running_loop().time()
+            _most_tokens(len(prompt), request.n, request.beam, sampling),
+            asyncio.get_running_loop().time(),
         )
         record = ReplayRecord(
             request_id=request_id,
@@ -220,7 +227,6 @@ class Inference:
         self._intake.take(tenant, request_id)
         lease: Lease | None = None
         try:
-            # Its tokens were charged when it began: see `_on_closed`.
             taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
             return await self._schedulers.resume(
                 request_id,
@@ -247,6 +253,10 @@ class Inference:
         record, terms = replace(found.record, deadline=deadline), found.terms
         if (record.tenant, record.request_id) != wanted:
             raise QuireError("the scheduler resumed another request than it was asked to")
+        num_tokens = _most_tokens(
+            len(record.prompt_token_ids), found.n, record.beam, record.sampling
+        )
+        lease.take_up(record.request_id, num_tokens)
         patterns = [StopPattern.of(string) for string in terms.stop]
         return self._start(record, found.n, terms, patterns, model, lease)
 
@@ -266,9 +276,10 @@ class Inference:
 
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
         if live.goes_on:
-            lease.end_in_full()  # what becomes of it is not this router's to see
-        elif live.num_cached_tokens is None or not lease.num_reserved:
-            lease.end(0)  # it was never admitted, or is charged already
+            now = asyncio.get_running_loop().time()  # what becomes of it, this router does not see
+            lease.leave(live.request_id, now, now + self._schedulers.resume_grace_s)
+        elif live.num_cached_tokens is None:
+            lease.end(0)  # it was never admitted
         else:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         self._intake.close(live)
@@ -323,3 +334,11 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_activity(query)
+
+
+def _most_tokens(
+    num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
+) -> int:
+    """What a request may come to, prompt and outputs."""
+    assert sampling.max_tokens is not None, "it is settled"
+    return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens

@@ -1,7 +1,8 @@
 """Quotas of tenants: requests and tokens per minute, requests and tokens at once.
 
 Each router counts for itself. A request is charged for its prompt and for the most that it may
-produce when it begins; what it did not produce is given back when it ends.
+produce when it begins; what it did not produce is given back when it ends. One that goes on without
+its client, to be resumed, stays in flight for as long as it may run.
 """
 
 from collections.abc import Mapping
@@ -64,6 +65,9 @@ class Meter:
     """When it was made."""
     num_live: int = 0
     num_tokens_in_flight: int = 0
+    """Of live requests, and of those that were left."""
+    _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
+    """By request id: until when one that was left may run, and its tokens in flight."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -100,6 +104,7 @@ class Meter:
         """Charge what a request may come to; see `Lease`."""
         limit = self.quota.max_tokens_in_flight
         if limit is not None:
+            self._forget_left(now)
             if num_tokens > limit:
                 raise InvalidArgumentError(
                     "max_tokens",
@@ -122,12 +127,31 @@ class Meter:
             self._tokens.take(num_tokens, now)
         self.num_tokens_in_flight += num_tokens
 
-    def settle(self, num_reserved: int, num_used: int) -> None:
-        """Count a request no more; give back what it has not used."""
+    def settle(self, num_in_flight: int, num_unused: int) -> None:
+        """Count a request no more; give back what it was charged and has not used."""
         self.num_live -= 1
-        self.num_tokens_in_flight -= num_reserved
+        self.num_tokens_in_flight -= num_in_flight
         if self._tokens is not None:
-            self._tokens.give_back(num_reserved - num_used)
+            self._tokens.give_back(num_unused)
+
+    def leave(self, request_id: str, num_in_flight: int, now: float, until: float) -> None:
+        """Count a request no more, except for its tokens in flight, until it must have ended."""
+        self.num_live -= 1
+        if self.quota.max_tokens_in_flight is None:
+            self.num_tokens_in_flight -= num_in_flight
+            return
+        self._forget_left(now)
+        self.take_up(request_id)  # of this name, an older one that was left before
+        self._left[request_id] = until, num_in_flight
+
+    def take_up(self, request_id: str, num_tokens: int = 0) -> None:
+        """Count the tokens of a request that was left as a live one's again."""
+        _, num_left = self._left.pop(request_id, (0.0, 0))
+        self.num_tokens_in_flight += num_tokens - num_left
+
+    def _forget_left(self, now: float) -> None:
+        for request_id in [name for name, (until, _) in self._left.items() if until <= now]:
+            self.take_up(request_id)
 
 
 class Lease:
@@ -135,7 +159,8 @@ class Lease:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self.num_reserved = 0
+        self._num_in_flight = 0
+        self._num_charged = 0
 
     def reserve(self, num_tokens: int, now: float) -> None:
         """Charge the prompt and the most that is produced, once.
@@ -145,15 +170,20 @@ class Lease:
             TooBusyError: It has not so much now.
         """
         self._meter.reserve(num_tokens, now)
-        self.num_reserved = num_tokens
+        self._num_in_flight = self._num_charged = num_tokens
+
+    def take_up(self, request_id: str, num_tokens: int) -> None:
+        """Count the tokens of a request that is resumed; they were charged when it began."""
+        self._meter.take_up(request_id, num_tokens)
+        self._num_in_flight = num_tokens
 
     def end(self, num_tokens: int) -> None:
         """Give back all but `num_tokens`, which were used; called once."""
-        self._meter.settle(self.num_reserved, num_tokens)
+        self._meter.settle(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
-    def end_in_full(self) -> None:
-        """Give back nothing: the request goes on where nobody counts; instead of `end`."""
-        self._meter.settle(self.num_reserved, self.num_reserved)
+    def leave(self, request_id: str, now: float, until: float) -> None:
+        """Give back nothing: the request goes on, until that time at most; instead of `end`."""
+        self._meter.leave(request_id, self._num_in_flight, now, until)
 
 
 class Quotas:

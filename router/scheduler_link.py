@@ -35,7 +35,7 @@ from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from rpc.silence import LOST_AFTER_S, TICK_S, Silence
+from rpc.silence import BEAT_S, LOST_AFTER_S, TICK_S, Silence
 from rpc.status import calling
 from rpc.tls import ClientTls, explain
 
@@ -87,6 +87,8 @@ class SchedulerLink:
         self.target = target
         self.model: SchedulerModel | None = None
         """That of the scheduler that was met last."""
+        self.resume_grace_s = 0.0
+        """For how long the scheduler that was met last keeps what may be resumed."""
         self.status = f"waiting for the scheduler at {target}"
         """What is missing, while there is no scheduler."""
         self.is_starting = True
@@ -213,6 +215,8 @@ class SchedulerLink:
                     self._wait(f"waiting for the scheduler at {self.target}")
             except TimeoutError:
                 reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+                if self._outbox is None:
+                    self._wait(f"the scheduler at {self.target} hangs: {reason}", is_starting=False)
             except MisfitError as error:
                 reason = str(error)
             except QuireError as error:
@@ -228,29 +232,31 @@ class SchedulerLink:
         """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         call = self._stub.Connect()
+        silence = Silence()
+        tasks: list[asyncio.Task[None]] = []
         try:
-            hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
-            await call.write(scheduler_pb2.ConnectRequest(hello=hello))
-            if self._misfit is None:
-                self._wait(f"waiting for the model of {self.target}")
-            welcome = await _read(call)
-            if welcome is None:
-                return
-            if not isinstance(welcome, Welcome):
-                raise QuireError("the first message is not a welcome")
-            outbox = self._meet(welcome)
-            writer = asyncio.create_task(_write(call, outbox))
-            silence = Silence()
-            try:
-                async with asyncio.timeout(None) as limit:
-                    watcher = asyncio.create_task(self._watch(silence, limit))
-                    while (news := await _read(call)) is not None:
-                        silence.heard()
-                        self._hear(news)
-            finally:
-                writer.cancel()
-                watcher.cancel()
+            async with asyncio.timeout(None) as limit:
+                tasks.append(asyncio.create_task(self._watch(silence, limit)))
+                asker = asyncio.create_task(_listen(self._stub, silence))
+                tasks.append(asker)
+                hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
+                await call.write(scheduler_pb2.ConnectRequest(hello=hello))
+                if self._misfit is None:
+                    self._wait(f"waiting for the model of {self.target}")
+                welcome = await _read(call)
+                if welcome is None:
+                    return
+                if not isinstance(welcome, Welcome):
+                    raise QuireError("the first message is not a welcome")
+                asker.cancel()  # from now on there are beats
+                silence.heard()
+                tasks.append(asyncio.create_task(_write(call, self._meet(welcome))))
+                while (news := await _read(call)) is not None:
+                    silence.heard()
+                    self._hear(news)
         finally:
+            for task in tasks:
+                task.cancel()
             self.hang = None
             call.cancel()
 
@@ -281,6 +287,7 @@ class SchedulerLink:
             self._wait(str(error), is_starting=False)
             raise
         self.model = welcome.model
+        self.resume_grace_s = welcome.resume_grace_s
         lives = self.table.lives
         log.info(
             "scheduler connected",
@@ -371,6 +378,17 @@ async def _read(call: Any) -> News | None:
     if message is None:  # so gRPC says that the bytes are no message
         raise InvalidArgumentError("message", "cannot be parsed")
     return news_from_proto(message)
+
+
+async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, silence: Silence) -> None:
+    """Asks a scheduler that waits for its model, and says nothing by itself, whether it lives."""
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.GetSchedulerLoad(
+                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_ASK_TIMEOUT_S
+            )
+            silence.heard()
+        await asyncio.sleep(BEAT_S)
 
 
 async def _write(call: Any, outbox: Outbox) -> None:

@@ -31,6 +31,8 @@ class Welcome:
 
     epoch: int
     model: SchedulerModel
+    resume_grace_s: float
+    """For how long a request runs on that its client has left, to be resumed."""
 
 
 @dataclass(frozen=True, slots=True)

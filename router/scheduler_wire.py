@@ -167,6 +167,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
             model = message.welcome.model
             return Welcome(
                 epoch=message.welcome.epoch,
+                resume_grace_s=message.welcome.resume_grace_s,
                 model=SchedulerModel(
                     id=model.id,
                     max_model_len=model.max_model_len,

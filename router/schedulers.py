@@ -79,6 +79,11 @@ class Schedulers:
         """
         return self._model
 
+    @property
+    def resume_grace_s(self) -> float:
+        """For how long a request that its client has left runs on at most, to be resumed."""
+        return max((link.resume_grace_s for link in self._links), default=0.0)
+
     def check_room(self, n: int) -> None:
         """Checks that `n` more sequences may be submitted, as far as is known here.
 

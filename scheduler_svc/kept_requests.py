@@ -59,7 +59,7 @@ class KeptRequests:
         Beyond `max_bytes` those that have ended, and then those without owner, are given up early,
         oldest first; while what remains takes more, no more are kept.
         """
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._max_bytes = max_bytes
         self._requests: dict[tuple[str, str], KeptRequest] = {}
         """By tenant and id, oldest first."""
@@ -87,7 +87,7 @@ class KeptRequests:
             AlreadyExistsError: It is another router's.
             TooBusyError: Those that are kept take as much memory as they may.
         """
-        if not self._grace_s:
+        if not self.grace_s:
             return None
         if self._num_bytes > self._max_bytes:
             raise TooBusyError(
@@ -123,7 +123,7 @@ class KeptRequests:
         if kept is None:
             raise NotFoundError(
                 f"request {message.request_id!r} cannot be resumed: it is not known, was not "
-                f"resumable, or its grace period of {self._grace_s:g} s is over"
+                f"resumable, or its grace period of {self.grace_s:g} s is over"
             )
         if message.first_seq_key > _MAX_FIRST_SEQ_KEY:
             raise InvalidArgumentError(
@@ -139,7 +139,7 @@ class KeptRequests:
         self._disown(kept)
         kept.owner, kept.owner_seq_key = stream, message.first_seq_key
         kept.router_id = stream.router_id
-        kept.until = now + self._grace_s if kept.has_ended else None
+        kept.until = now + self.grace_s if kept.has_ended else None
         detour = self._sources[kept.source].detours.setdefault(stream, {})
         resumed = self._resumed.setdefault(stream, {})
         for index in range(len(kept.outputs)):
@@ -222,7 +222,7 @@ class KeptRequests:
             self._read(source_id)
         for kept in list(self._requests.values()):
             if kept.until is None and kept.has_ended:
-                kept.until = now + self._grace_s
+                kept.until = now + self.grace_s
             is_late = kept.owner is None and kept.deadline is not None and kept.deadline <= now
             if is_late or (kept.until is not None and kept.until <= now):
                 yield from self._drop(kept)
@@ -282,7 +282,7 @@ class KeptRequests:
     def _orphan(self, kept: KeptRequest, now: float) -> None:
         self._disown(kept)
         if kept.until is None:
-            kept.until = now + self._grace_s
+            kept.until = now + self.grace_s
 
     def _disown(self, kept: KeptRequest) -> None:
         owner, kept.owner = kept.owner, None

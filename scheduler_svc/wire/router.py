@@ -118,11 +118,14 @@ def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Ar
     return token_ids
 
 
-def welcome_to_proto(epoch: int, model: ModelInfo) -> scheduler_pb2.ConnectResponse:
+def welcome_to_proto(
+    epoch: int, model: ModelInfo, resume_grace_s: float
+) -> scheduler_pb2.ConnectResponse:
     """Make the answer to a router's hello."""
     return scheduler_pb2.ConnectResponse(
         welcome=scheduler_pb2.SchedulerWelcome(
             epoch=epoch,
+            resume_grace_s=resume_grace_s,
             model=common_pb2.ModelInfo(
                 id=model.id,
                 max_model_len=model.max_model_len,

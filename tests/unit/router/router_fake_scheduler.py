@@ -32,11 +32,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.routers = asyncio.Queue()
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
+        self.resume_grace_s = 60.0
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
         self._epochs = itertools.count(1)
         self._stream = None
         self._server = None
+        self.knows_model = asyncio.Event()
+        self.knows_model.set()
+        self.num_load_calls = 0
+        self.asked = asyncio.Event()
+        """Somebody has asked for the load."""
         self.lives = asyncio.Event()
         self.lives.set()
 
@@ -68,6 +74,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "hello":
+                    await self.knows_model.wait()
                     await context.write(self._welcome())
                     self._stream = context
                     self.routers.put_nowait(request.hello.router_id)
@@ -81,6 +88,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.cancels.put_nowait(list(request.cancel.seq_keys))
 
     async def GetSchedulerLoad(self, request, context):  # noqa: N802, ARG002
+        await self.lives.wait()
+        self.num_load_calls += 1
+        self.asked.set()
         return scheduler_pb2.GetSchedulerLoadResponse(load=self.load)
 
     async def DescribeSchedulerKv(self, request, context):  # noqa: N802
@@ -101,7 +111,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             vocab_size=self.vocab_size,
             eos_token_ids=[EOS],
         )
-        welcome = scheduler_pb2.SchedulerWelcome(epoch=next(self._epochs), model=model)
+        welcome = scheduler_pb2.SchedulerWelcome(
+            epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
+        )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 
     async def step(

@@ -331,6 +331,15 @@ async def test_quota_is_free_again_however_a_request_ends(router):
     await router.submitted(BOB, sampling=small)
 
 
+async def test_what_runs_on_without_its_client_is_still_in_flight(router):
+    call, _ = await router.submitted(BOB, sampling={"max_tokens": 30}, resumable=True)
+    call.cancel()
+    await router.scheduler.leaves.get()
+    error = await failure(router.generate(BOB, sampling={"max_tokens": 30}))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "tokens in flight" in error.details()
+
+
 @pytest.fixture
 def logged(capfd):
     """Reads all that a router logs; other tests' logs are theirs again afterwards."""

@@ -74,6 +74,41 @@ def test_tokens_in_flight_are_bounded_and_come_back():
     second.reserve(100, 0.0)
 
 
+def test_a_request_that_was_left_is_in_flight_until_it_must_have_ended():
+    quota = quotas(max_tokens_in_flight=100)
+    left = quota.begin("a", 0.0)
+    left.reserve(60, 0.0)
+    left.leave("r", 0.0, until=30.0)
+    with pytest.raises(TooBusyError, match="60 tokens in flight"):
+        quota.begin("a", 29.0).reserve(41, 29.0)
+    quota.begin("a", 30.0).reserve(100, 30.0)
+
+
+def test_a_request_that_is_resumed_is_in_flight_once_until_it_ends():
+    quota = quotas(max_tokens_in_flight=100)
+    left = quota.begin("a", 0.0)
+    left.reserve(60, 0.0)
+    left.leave("r", 0.0, until=30.0)
+    again = quota.begin("a", 1.0)
+    again.take_up("r", 60)
+    with pytest.raises(TooBusyError, match="60 tokens in flight"):
+        quota.begin("a", 31.0).reserve(41, 31.0)  # it lives: no period is over
+    again.end(20)
+    quota.begin("a", 31.0).reserve(100, 31.0)
+
+
+def test_a_request_that_is_resumed_was_charged_when_it_began():
+    quota = quotas(tokens_per_minute=600)
+    left = quota.begin("a", 0.0)
+    left.reserve(600, 0.0)
+    left.leave("r", 0.0, until=30.0)
+    again = quota.begin("a", 0.0)
+    again.take_up("r", 600)
+    again.end(100)
+    with pytest.raises(TooBusyError, match="tokens_per_minute"):
+        quota.begin("a", 0.0).reserve(1, 0.0)
+
+
 def test_request_that_never_fits_is_the_callers_fault():
     with pytest.raises(InvalidArgumentError, match=r"max_tokens makes .* 101 .* is 100"):
         quotas(max_tokens_in_flight=100).begin("a", 0.0).reserve(101, 0.0)

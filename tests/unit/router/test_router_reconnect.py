@@ -5,9 +5,10 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
-from router_fake_scheduler import LENGTH
+from router_fake_scheduler import LENGTH, FakeScheduler
 
 from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
+from router.scheduler_link import LinkConfig, SchedulerLink
 from rpc import silence
 from rpc.errors import UnavailableError
 
@@ -205,3 +206,63 @@ async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
     router.scheduler.lives.set()
     assert again == submit
     await live.aclose()
+
+
+@pytest.fixture
+def link_to(monkeypatch):
+    """Makes the link to a scheduler, and the states that it tells; it is lost after 2 s."""
+    monkeypatch.setattr(silence, "LOST_AFTER_S", 8 * silence.TICK_S)
+
+    def make(target):
+        states = asyncio.Queue()
+
+        class Owner:
+            def check_fit(self, link, model):
+                pass
+
+            def connected(self, link):  # noqa: ARG002
+                states.put_nowait("connected")
+
+            def changed(self, link):
+                states.put_nowait(link.status)
+
+        return SchedulerLink(target, LinkConfig(router_id="r", max_message_mb=4), Owner()), states
+
+    return make
+
+
+async def test_a_scheduler_that_hangs_before_its_welcome_is_left(tmp_path, link_to):
+    scheduler = FakeScheduler(tmp_path / "s")
+    scheduler.knows_model.clear()
+    scheduler.lives.clear()
+    await scheduler.start()
+    link, states = link_to(scheduler.target)
+    task = asyncio.create_task(link.run())
+    while "said nothing" not in await states.get():
+        pass
+    assert not link.is_starting
+    scheduler.knows_model.set()
+    scheduler.lives.set()
+    while await states.get() != "connected":
+        pass
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await scheduler.stop()
+
+
+async def test_a_scheduler_that_has_no_model_yet_is_waited_for(tmp_path, link_to):
+    scheduler = FakeScheduler(tmp_path / "s")
+    scheduler.knows_model.clear()
+    await scheduler.start()
+    link, states = link_to(scheduler.target)
+    task = asyncio.create_task(link.run())
+    while scheduler.num_load_calls < 6:  # twice a second: longer than one that hangs is waited for
+        scheduler.asked.clear()
+        await scheduler.asked.wait()
+    scheduler.knows_model.set()
+    while (state := await states.get()) != "connected":
+        assert "said nothing" not in state
+    assert scheduler.routers.qsize() == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await scheduler.stop()
