@@ -159,35 +159,38 @@ class Client:
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
         time_limit = TimeLimit(timeout_s)
-        while not continuation.is_complete:
-            stub = self._stub
-            call = start_call(
-                stub,
-                continuation.next_request(),
-                time_limit.remaining_s(),
-                [*telemetry.inject_metadata(), *metadata],
-            )
-            try:
-                with _quire_errors():
-                    for response in call:
-                        if (
-                            event := continuation.take(wire.event_from_proto(response))
-                        ) is not None:
-                            yield event
-                continuation.check_complete()
-            except QuireError as error:
-                delay_s = continuation.failed(error, time.monotonic())
-                time_limit.check(delay_s, error)
-                self._routers.failed(stub, error)
-                time.sleep(delay_s)
-            except BaseException:  # the caller wants no more
-                if continuation.is_resumable:
-                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
-                    with contextlib.suppress(Exception):  # it ends by itself, only later
-                        stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
-                raise
-            finally:
-                call.cancel()
+        try:
+            while not continuation.is_complete:
+                stub = self._stub
+                call = start_call(
+                    stub,
+                    continuation.next_request(),
+                    time_limit.remaining_s(),
+                    [*telemetry.inject_metadata(), *metadata],
+                )
+                try:
+                    with _quire_errors():
+                        for response in call:
+                            if (
+                                event := continuation.take(wire.event_from_proto(response))
+                            ) is not None:
+                                yield event
+                    continuation.check_complete()
+                except QuireError as error:
+                    delay_s = continuation.failed(error, time.monotonic())
+                    time_limit.check(delay_s, error)
+                    self._routers.failed(stub, error)
+                    time.sleep(delay_s)
+                finally:
+                    call.cancel()
+        except QuireError:  # it ends by itself, only later
+            raise
+        except BaseException:  # the caller wants no more, be it between two calls
+            if continuation.is_resumable and not continuation.is_complete:
+                cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                with contextlib.suppress(Exception):
+                    self._stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+            raise
 
     def generate_once(
         self,
@@ -382,30 +385,35 @@ class AsyncClient:
         request = wire.generate_request_to_proto(prompt, sampling, options)
         continuation = Continuation(request, self._retry, self._budget)
         time_limit = TimeLimit(timeout_s)
-        while not continuation.is_complete:
-            stub = self._stub
-            call = start_call(stub, continuation.next_request(), time_limit.remaining_s(), metadata)
-            try:
-                with _quire_errors():
-                    async for response in call:
-                        if (
-                            event := continuation.take(wire.event_from_proto(response))
-                        ) is not None:
-                            yield event
-                continuation.check_complete()
-            except QuireError as error:
-                delay_s = continuation.failed(error, time.monotonic())
-                time_limit.check(delay_s, error)
-                self._routers.failed(stub, error)
-                await asyncio.sleep(delay_s)
-            except BaseException:  # the caller wants no more
-                if continuation.is_resumable:
-                    cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
-                    with contextlib.suppress(Exception):  # it ends by itself, only later
-                        await stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
-                raise
-            finally:
-                call.cancel()
+        try:
+            while not continuation.is_complete:
+                stub = self._stub
+                call = start_call(
+                    stub, continuation.next_request(), time_limit.remaining_s(), metadata
+                )
+                try:
+                    with _quire_errors():
+                        async for response in call:
+                            if (
+                                event := continuation.take(wire.event_from_proto(response))
+                            ) is not None:
+                                yield event
+                    continuation.check_complete()
+                except QuireError as error:
+                    delay_s = continuation.failed(error, time.monotonic())
+                    time_limit.check(delay_s, error)
+                    self._routers.failed(stub, error)
+                    await asyncio.sleep(delay_s)
+                finally:
+                    call.cancel()
+        except QuireError:  # it ends by itself, only later
+            raise
+        except BaseException:  # the caller wants no more, be it between two calls
+            if continuation.is_resumable and not continuation.is_complete:
+                cancel = inference_pb2.CancelRequest(request_id=continuation.request_id)
+                with contextlib.suppress(Exception):
+                    await self._stub.Cancel(cancel, timeout=_CANCEL_TIMEOUT_S, metadata=metadata)
+            raise
 
     async def generate_once(
         self,

@@ -14,7 +14,7 @@ from rpc.errors import PermissionDeniedError
 ADMIN_SERVICE_NAME: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 _LOOK_S: Final = 0.1
-_LOCAL_PEERS: Final = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
+_LOOPBACK_PEERS: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 
 log = structlog.get_logger()
 
@@ -29,12 +29,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         num_live: Callable[[], int],
         check_operator: Callable[[], None] | None,
         has_client_certificates: bool,
+        obeys_loopback: bool,
     ) -> None:
-        """`check_operator` raises unless the call is an operator's; None: calls have no keys."""
+        """`check_operator` raises unless the call is an operator's; None: calls have no keys.
+
+        Without keys and certificates it is obeyed by a Unix socket, which its permissions guard;
+        `obeys_loopback`: by the loopback interface, too, which any proxy on the machine calls by.
+        """
         self._stopping = stopping
         self._num_live = num_live
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
+        self._local_peers = ("unix:", *_LOOPBACK_PEERS) if obeys_loopback else ("unix:",)
         self._closed = asyncio.Event()
 
     async def Drain(  # noqa: N802 - the proto's name
@@ -65,8 +71,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def _check(self, peer: str) -> None:
         if self._check_operator is not None:
             self._check_operator()
-        elif not self._has_client_certificates and not peer.startswith(_LOCAL_PEERS):
+        elif not self._has_client_certificates and not peer.startswith(self._local_peers):
             raise PermissionDeniedError(
-                "a process without --tls-client-ca is drained from its own machine only,"
-                f" or by SIGTERM; this call is from {peer}"
+                "a process without keys or --tls-client-ca is drained by SIGTERM, by its Unix"
+                f" socket or, with --local-drain, from its own machine; this call is from {peer}"
             )

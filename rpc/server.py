@@ -83,6 +83,7 @@ async def serve(
         num_live=num_live,
         check_operator=check_operator,
         has_client_certificates=settings.tls_client_ca is not None and settings.uds is None,
+        obeys_loopback=settings.local_drain,
     )
     server = make_grpc_server(settings, services, interceptors)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]

@@ -116,6 +116,10 @@ class ProcessSettings(LinkSettings):
     """Whether the process tells who asks which gRPC services and messages it has."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long live requests may take to finish after SIGTERM, in seconds."""
+    local_drain: bool = False
+    """Whether `quire drain` is obeyed from this machine by TCP, too, where callers show neither key
+    nor certificate, and not by a Unix socket alone. A proxy on this machine passes on anybody's
+    calls."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"

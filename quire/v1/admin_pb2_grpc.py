@@ -29,8 +29,8 @@ class AdminServiceStub(object):
     """Operates the process that it is asked of.
 
     Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers on the
-    same machine, by a Unix socket or the loopback interface. The rest is refused with
+    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
+    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
     PERMISSION_DENIED.
     """
 
@@ -51,8 +51,8 @@ class AdminServiceServicer(object):
     """Operates the process that it is asked of.
 
     Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers on the
-    same machine, by a Unix socket or the loopback interface. The rest is refused with
+    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
+    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
     PERMISSION_DENIED.
     """
 
@@ -83,8 +83,8 @@ class AdminService(object):
     """Operates the process that it is asked of.
 
     Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers on the
-    same machine, by a Unix socket or the loopback interface. The rest is refused with
+    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
+    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
     PERMISSION_DENIED.
     """
 

@@ -228,6 +228,28 @@ async def test_closing_a_resumable_stream_cancels_the_request(served):
     assert served.fake.requests[-1] == CancelRequest(request_id="mine")
 
 
+async def test_who_is_cancelled_between_two_calls_cancels_the_request(served, monkeypatch):
+    waits, wait = asyncio.Event(), asyncio.sleep
+
+    async def sleep(_):
+        waits.set()
+        await wait(3600)
+
+    async def read(client):
+        async for _ in client.generate("breaks", resumable=True, request_id="mine"):
+            pass
+
+    async with AsyncClient(served.target) as client:
+        monkeypatch.setattr("quire.client.asyncio.sleep", sleep)
+        reading = asyncio.create_task(read(client))
+        await waits.wait()
+        monkeypatch.undo()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert served.fake.requests[-1] == CancelRequest(request_id="mine")
+
+
 async def test_a_busy_service_is_asked_again_when_it_says(served, monkeypatch):
     waits = []
 

@@ -17,7 +17,12 @@ pytestmark = pytest.mark.timeout(20)
 async def test_a_process_drains_and_tells_of_it_until_it_has_drained(run_server, settings):
     live, stop, leave = [3], asyncio.Event(), asyncio.Event()
     async with (
-        run_server(settings, stop=stop, num_live=lambda: live[0], on_drain=leave.wait) as addresses,
+        run_server(
+            settings.model_copy(update={"local_drain": True}),
+            stop=stop,
+            num_live=lambda: live[0],
+            on_drain=leave.wait,
+        ) as addresses,
         open_channel(addresses.grpc) as channel,
     ):
         call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
@@ -46,32 +51,35 @@ async def test_who_is_no_operator_is_refused_and_the_process_goes_on(run_server,
 
 
 @pytest.mark.parametrize(
-    ("peer", "has_client_certificates", "may"),
+    ("peer", "has_client_certificates", "obeys_loopback", "may"),
     [
-        ("unix:", False, True),
-        ("unix:/run/q.sock", False, True),
-        ("ipv4:127.0.0.1:4711", False, True),
-        ("ipv6:[::1]:4711", False, True),
-        ("ipv6:%5B::1%5D:4711", False, True),
-        ("ipv4:10.0.0.7:4711", False, False),
-        ("ipv4:10.0.0.7:4711", True, True),
-        ("ipv6:[2001:db8::1]:4711", False, False),
-        ("", False, False),
+        ("unix:", False, False, True),
+        ("unix:/run/q.sock", False, False, True),
+        ("ipv4:127.0.0.1:4711", False, True, True),
+        ("ipv6:[::1]:4711", False, True, True),
+        ("ipv6:%5B::1%5D:4711", False, True, True),
+        ("ipv4:127.0.0.1:4711", False, False, False),
+        ("ipv6:[::1]:4711", False, False, False),
+        ("ipv4:10.0.0.7:4711", False, True, False),
+        ("ipv4:10.0.0.7:4711", True, False, True),
+        ("ipv6:[2001:db8::1]:4711", False, True, False),
+        ("", False, True, False),
     ],
 )
-async def test_strangers_from_elsewhere_are_refused(peer, has_client_certificates, may):
+async def test_strangers_are_refused(peer, has_client_certificates, obeys_loopback, may):
     stopping = asyncio.Event()
     servicer = AdminServicer(
         stopping,
         num_live=lambda: 0,
         check_operator=None,
         has_client_certificates=has_client_certificates,
+        obeys_loopback=obeys_loopback,
     )
     told = servicer.Drain(admin_pb2.DrainRequest(), SimpleNamespace(peer=lambda: peer))
     if may:
         assert (await anext(told)).num_live == 0
     else:
-        with pytest.raises(PermissionDeniedError, match="own machine"):
+        with pytest.raises(PermissionDeniedError, match="SIGTERM"):
             await anext(told)
     assert stopping.is_set() == may
     await told.aclose()
