@@ -79,9 +79,15 @@ class Inference:
             self.model,
             num_threads=tokenizer_threads,
             max_pending_prompts=max_live_requests,
-            check_room=schedulers.check_room,
         )
         """What faces ask about text."""
+
+    def check_room(self) -> None:
+        """For faces that have work to do before they can call `generate`.
+
+        Raises `TooBusyError` if that would be in vain, because the schedulers' queues are full.
+        """
+        self._schedulers.check_room(1)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submits a request; the caller reads the result under `async with`.

@@ -47,6 +47,8 @@ class LiveOutput:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
+        self.skipped: OutputDelta | None = None
+        """What `skip` has left out; log-probabilities only as far as they are known."""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Adds the next token; ends the output if a stop string is complete with it."""
@@ -82,20 +84,28 @@ class LiveOutput:
         ):
             if value > limit:
                 raise InvalidArgumentError(f"{field}.{name}", f"is {value}; there are {limit}")
-        if wants_logprobs:
-            num_lost = len(self.token_ids) - len(self._logprobs)
-            if received.num_tokens < num_lost:
-                raise FailedPreconditionError(
-                    f"{field}.num_tokens is {received.num_tokens}; the log-probabilities of the"
-                    f" first {num_lost} tokens were lost with a scheduler"
-                )
-            del self._logprobs[: received.num_tokens - num_lost]
+        num_lost = len(self.token_ids) - len(self._logprobs) if wants_logprobs else 0
+        if wants_logprobs and received.num_tokens < num_lost:
+            raise FailedPreconditionError(
+                f"{field}.num_tokens is {received.num_tokens}; the log-probabilities of the"
+                f" first {num_lost} tokens were lost with a scheduler"
+            )
+        num_logprobs = received.num_tokens - num_lost if wants_logprobs else 0
+        skipped, self._logprobs = self._logprobs[:num_logprobs], self._logprobs[num_logprobs:]
         try:
             self._text = [text[received.num_text_bytes :].decode()]
         except UnicodeDecodeError:
             raise InvalidArgumentError(
                 f"{field}.num_text_bytes", f"is {received.num_text_bytes}, within a character"
             ) from None
+        if received.num_tokens or received.num_text_bytes:
+            self.skipped = OutputDelta(
+                output_index=self.index,
+                token_offset=0,
+                token_ids=tuple(self.token_ids[: received.num_tokens]),
+                text=text[: received.num_text_bytes].decode(),
+                logprobs=tuple(skipped),
+            )
         self._num_tokens_taken = received.num_tokens
         self._end_taken = received.finished
 

@@ -1,7 +1,7 @@
 """Text and chats to the model's token ids and back: bounded in size, and off the event loop."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,13 +41,8 @@ class ModelText:
         *,
         num_threads: int,
         max_pending_prompts: int,
-        check_room: Callable[[int], None],
     ) -> None:
-        """Prompts have `num_threads`; at most `max_pending_prompts` of them wait or are in hand.
-
-        `check_room` raises `TooBusyError` unless so many more sequences may be submitted.
-        """
-        self._check_room = check_room
+        """Prompts have `num_threads`; at most `max_pending_prompts` of them wait or are in hand."""
         self._tokenizer = tokenizer
         self._model = model
         self._prompts = TextThreads(
@@ -108,10 +103,9 @@ class ModelText:
         The prompt has the special tokens it needs: tokenize it with `add_special_tokens=False`.
         Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
         refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
-        `max_pending_prompts`, or if nothing can be generated now because the queues are full.
+        `max_pending_prompts`.
         """
         template = self._template_for(model, messages)
-        self._check_room(1)  # a prompt is made to be generated from
         return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
 
     def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:

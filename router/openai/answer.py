@@ -13,7 +13,9 @@ from router.domain import (
     GenerateRequest,
     OutputDelta,
     OutputFinished,
+    OutputReceived,
     PromptScores,
+    ResumeRequest,
     Usage,
 )
 from router.inference import Inference
@@ -24,11 +26,12 @@ from router.openai.errors import (
     error_in_words_of,
     error_json,
 )
+from router.openai.event_ids import StreamPosition
 from router.openai.json_text import json_bytes
 from router.openai.merge import merge
 from router.openai.responses import CollectedOutput, Json, Shape, usage_json
 from router.openai.sse import SseResponse
-from rpc.errors import InvalidArgumentError, QuireError
+from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 
 log = structlog.get_logger()
 
@@ -55,10 +58,25 @@ class Call:
     shape: Shape
     stream: bool
     usage_in_stream: UsageInStream
+    received: Mapping[int, OutputReceived] | None = None
+    """What the client has of each output of the one request; None: it does not go on with any."""
     prompts: list[Sequence[int]] = field(default_factory=list)
     """The tokens of each request's prompt, once they are known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
     """What the client's JSON calls the fields of a request, where it is not the domain's name."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its stream can be gone on with by the id of an event.
+
+        An event's id tells of one request. What a prompt was scored with is not told again.
+        """
+        return (
+            self.stream
+            and len(self.requests) == 1
+            and self.requests[0].resumable
+            and self.requests[0].sampling.prompt_logprobs is None
+        )
 
 
 async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
@@ -66,7 +84,7 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
     try:
         async with AsyncExitStack() as stack:
             lives = [
-                await stack.enter_async_context(await inference.generate(request))
+                await stack.enter_async_context(await _open(inference, call, request))
                 for request in call.requests
             ]
             call.prompts.extend(live.prompt_token_ids for live in lives)
@@ -76,6 +94,30 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
             return await _collect(call, lives[0], events)
     except InvalidArgumentError as error:
         raise error_in_words_of(call.field_to_json, error) from error
+
+
+async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
+    """Begin a request, or go on with it where its client is."""
+    if call.received is None:
+        return await inference.generate(request)
+    live = await inference.resume(
+        ResumeRequest(
+            request.request_id,
+            request.tenant,
+            call.received,
+            has_prompt_scores=False,
+            deadline=request.deadline,
+        )
+    )
+    # The shape comes to where the lost one was: it knows what it has held back of a tool's call.
+    for output in live.outputs:
+        if (skipped := output.skipped) is None:
+            continue
+        if request.sampling.logprobs is not None and len(skipped.logprobs) < len(skipped.token_ids):
+            await live.aclose()
+            raise FailedPreconditionError("log-probabilities of this stream were lost")
+        call.shape.delta(output.index, skipped)
+    return live
 
 
 async def _collect(
@@ -140,7 +182,9 @@ async def _send_events(
 ) -> None:
     head = _head(call, live, call.shape.chunk_object_name)
     usages: list[Usage] = []
-    num_tokens = 0
+    position = StreamPosition(live.request_id, call.received or {})
+    has_ids = call.can_go_on
+    num_tokens = position.num_tokens
 
     def usage_so_far() -> Json:
         match call.usage_in_stream:
@@ -168,7 +212,8 @@ async def _send_events(
             raise error
         else:
             choice = call.shape.finish(index, event)
-        await sse.send({**head, "choices": [choice], **usage_so_far()})
+        event_id = position.advance(event) if has_ids else ""
+        await sse.send({**head, "choices": [choice], **usage_so_far()}, event_id)
 
     await send(*first)
     async for i, event in events:

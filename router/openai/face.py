@@ -25,6 +25,7 @@ from router.openai.errors import (
     error_from_validation,
     error_response,
 )
+from router.openai.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.openai.json_object import Schema
 from router.openai.json_text import excerpt, json_bytes, parse_json
 from router.openai.responses import model_json
@@ -77,6 +78,8 @@ def routes(
         """Answer a chat, by the model's chat template."""
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
+        if LAST_EVENT_ID_HEADER not in request.headers:
+            inference.check_room()  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
@@ -164,19 +167,36 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
 
 
 def _with_headers(call: Call, http: web.Request) -> Call:
-    """The call with what its headers ask for: an order, and that it may be resumed over gRPC."""
+    """The call with what its headers ask for: an order, that it may be resumed, that it is."""
     resumable = http.headers.get(_RESUMABLE_HEADER, "false").lower()
     if resumable not in ("true", "false"):
         raise InvalidArgumentError(
             _RESUMABLE_HEADER, f"is {excerpt(resumable)}; it must be true or false"
         )
-    return replace(
+    call = replace(
         call,
         requests=[
             replace(with_precedence(request, http.headers), resumable=resumable == "true")
             for request in call.requests
         ],
     )
+    last = http.headers.get(LAST_EVENT_ID_HEADER)
+    return call if last is None else _going_on(call, last)
+
+
+def _going_on(call: Call, last_event_id: str) -> Call:
+    request_id, received = parse_event_id(last_event_id)
+    requests = [
+        replace(request, request_id=request_id, resumable=True) for request in call.requests
+    ]
+    call = replace(call, request_id=request_id, requests=requests, received=received)
+    if not call.can_go_on:
+        raise InvalidArgumentError(
+            LAST_EVENT_ID_HEADER,
+            "is set; the body must ask for a stream of one prompt, without prompt_logprobs, as the"
+            " one did that broke",
+        )
+    return call
 
 
 def _check_request_id(request_id: str) -> str:

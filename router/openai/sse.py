@@ -27,9 +27,10 @@ class SseResponse:
         """Send status 200 and the headers; from here on an error can only be an event."""
         await self.response.prepare(self._request)
 
-    async def send(self, value: object) -> None:
-        """Send one event."""
-        await self.response.write(b"data: %b\n\n" % json_bytes(value))
+    async def send(self, value: object, event_id: str = "") -> None:
+        """Send one event; with an id, which is ASCII, if there is one."""
+        head = b"id: %b\n" % event_id.encode() if event_id else b""
+        await self.response.write(b"%bdata: %b\n\n" % (head, json_bytes(value)))
 
     async def send_done(self) -> None:
         """Send what OpenAI's streams end with."""

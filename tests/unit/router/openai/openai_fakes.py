@@ -162,6 +162,9 @@ class FakeInference:
         self.traceparents: list[str] = []
         self.generated = asyncio.Event()
 
+    def check_room(self) -> None:
+        pass
+
     async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
         if self.refusal is not None:
             raise self.refusal
