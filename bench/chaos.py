@@ -14,7 +14,8 @@ before anything failed.
 
 Ends with 1 if any of these is not as it should be.
 
-    python bench/chaos.py [--kills N] [--soak SECONDS --every S] [--seed N] [--quick] [--json FILE]
+    python bench/chaos.py [--kills N] [--soak SECONDS --every S] [--seed N] [--quick] [--standby]
+                          [--json FILE]
 """
 
 import argparse
@@ -123,7 +124,9 @@ async def run_chaos(args: argparse.Namespace) -> dict[str, object]:
     run = Run()
     num_blocks = _NUM_BLOCKS_CRAMPED if args.cramped else _NUM_BLOCKS
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
-        async with chaos_service(Path(name), args.model, num_blocks) as service:
+        async with chaos_service(
+            Path(name), args.model, num_blocks, has_standby=args.standby
+        ) as service:
             streams = Streams(service.targets)
             try:
                 await streams.prepare(make_cases(chance, 12 if args.quick else 24))
@@ -172,6 +175,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="hangs of 3 s, fewer references")
     parser.add_argument(
         "--cramped", action="store_true", help="so little memory that sequences are swapped"
+    )
+    parser.add_argument(
+        "--standby", action="store_true", help="a second scheduler stands by for the first"
     )
     parser.add_argument("--model", type=Path, default=SHIPPED_MODEL)
     parser.add_argument("--logs", type=Path, metavar="DIR", help="also keep the logs here")

@@ -25,6 +25,8 @@ _STOP_S = 30.0
 _START_S = 180.0
 _NUM_ROUTERS = 2
 _NUM_WORKERS = 2
+_SCHEDULER = "scheduler"
+"""In faults and questions: the one that serves, which of several it may be."""
 _EXIT_STALE_EPOCH = 3
 """Of a scheduler: a newer one has taken over. Its supervisor starts it again."""
 
@@ -84,9 +86,12 @@ Fault: TypeAlias = Kill | Hang | Cut | Silence
 
 
 class ChaosService:
-    """Two routers, a scheduler and two workers, with a link before each gRPC port."""
+    """Two routers, a scheduler and two workers, with a link before each gRPC port.
 
-    def __init__(self, directory: Path, model: Path, num_blocks: int) -> None:
+    With a standby there are two schedulers, of which one serves; who comes back stands by.
+    """
+
+    def __init__(self, directory: Path, model: Path, num_blocks: int, *, has_standby: bool) -> None:
         """`directory` is for sockets and logs; the device pools have `num_blocks` each."""
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -99,18 +104,20 @@ class ChaosService:
                 *(f"--model={model}", f"--num-blocks={num_blocks}", "--host-kv-memory-gb=0.1"),
                 "--max-num-batched-tokens=512",
             )
-        self._add(
-            "scheduler",
-            "scheduler_svc",
-            "--workers=" + ",".join(self._target(f"to-{worker}") for worker in workers),
-            *("--claim-s=5", "--resume-grace-s=10"),
-        )
-        self.links = {"scheduler": self._link("to-scheduler", "scheduler")}
+        self._schedulers = ["scheduler-0", "scheduler-1"] if has_standby else ["scheduler-0"]
+        for scheduler in self._schedulers:
+            self._add(
+                scheduler,
+                "scheduler_svc",
+                "--workers=" + ",".join(self._target(f"to-{worker}") for worker in workers),
+                *("--claim-s=5", "--resume-grace-s=10"),
+                *(("--standby",) if has_standby else ()),
+            )
+        self.links = {name: self._link(f"to-{name}", name) for name in self._schedulers}
         self.links |= {worker: self._link(f"to-{worker}", worker) for worker in workers}
         for router in self.routers:
-            self._add(
-                router, "router", f"--model={model}", f"--scheduler={self._target('to-scheduler')}"
-            )
+            schedulers = ",".join(self._target(f"to-{name}") for name in self._schedulers)
+            self._add(router, "router", f"--model={model}", f"--scheduler={schedulers}")
             self.links[router] = self._link(f"to-{router}", router)
 
     @property
@@ -128,11 +135,15 @@ class ChaosService:
         self._processes[name].start()
 
     async def wait_until_ready(self, names: list[str] | None = None) -> None:
-        """Wait for some processes, or all; a scheduler that ended as it was fenced starts anew."""
+        """Wait for some processes, or all; a scheduler that ended as it was fenced starts anew.
+
+        Of schedulers one is waited for: who stands by is not ready.
+        """
         async with asyncio.timeout(_START_S):
-            for name in names or self.processes:
-                while not await self._is_ready(name):
-                    self._check(name)
+            for name in names or self._kinds():
+                while not await self._is_ready(await self._resolve(name)):
+                    for each in self._schedulers if name == _SCHEDULER else [name]:
+                        self._check(each)
                     await asyncio.sleep(_POLL_S)
 
     def draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
@@ -142,7 +153,7 @@ class ChaosService:
         """
         for number in itertools.count():
             for kind in chance.sample(("worker", "scheduler", "router"), 3):
-                name = chance.choice([each for each in self.processes if each.startswith(kind)])
+                name = chance.choice([each for each in self._kinds() if each.startswith(kind)])
                 match chance.choice(("kill", "kill", "hang", "cut", "silence")):
                     case what if what == "kill" or number == 0:
                         yield Kill(name, chance.choice((0.0, 0.0, 1.0)))
@@ -157,21 +168,23 @@ class ChaosService:
         """Let a fault happen; returns when what failed is there again, though not ready yet."""
         match fault:
             case Kill(name, pause_s):
+                name = await self._resolve(name)
                 await self._processes[name].kill()
                 await asyncio.sleep(pause_s)
                 self.start(name)
             case Hang(name, seconds):
+                name = await self._resolve(name)
                 self._processes[name].signal(signal.SIGSTOP)
                 await asyncio.sleep(seconds)
                 self._processes[name].signal(signal.SIGCONT)
             case Cut(link):
-                self.links[link].cut()
+                self.links[await self._resolve(link)].cut()
             case Silence(link, seconds):
-                await self.links[link].silence(seconds)
+                await self.links[await self._resolve(link)].silence(seconds)
 
     async def metrics(self, name: str) -> Mapping[str, float]:
         """Each metric's name to the sum of its samples."""
-        body = await asyncio.to_thread(self._get, name, "/metrics")
+        body = await asyncio.to_thread(self._get, await self._resolve(name), "/metrics")
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(body or ""):
             for sample in family.samples:
@@ -193,6 +206,19 @@ class ChaosService:
 
     # --- parts ----------------------------------------------------------------------------------
 
+    def _kinds(self) -> list[str]:
+        """All processes by name, but the schedulers as the one that serves."""
+        return [_SCHEDULER, *(name for name in self.processes if name not in self._schedulers)]
+
+    async def _resolve(self, name: str) -> str:
+        """Give the process that is meant: of the schedulers the one that is ready, if one is."""
+        if name != _SCHEDULER:
+            return name
+        for each in self._schedulers:
+            if await self._is_ready(each):
+                return each
+        return self._schedulers[0]
+
     def _add(self, name: str, module: str, *flags: str) -> None:
         taken = [int(process.http.rsplit(":", 1)[1]) for process in self._processes.values()]
         port = ports.prefer(_HOST, 0, taken)
@@ -212,7 +238,7 @@ class ChaosService:
         process = self._processes[name]
         if process.exit_code is None:
             return
-        if name != "scheduler" or process.exit_code != _EXIT_STALE_EPOCH:
+        if name not in self._schedulers or process.exit_code != _EXIT_STALE_EPOCH:
             log = process.log_tail()
             raise RuntimeError(f"{name} ended with {process.exit_code}; its log ends:\n{log}")
         self.start(name)
@@ -231,10 +257,10 @@ class ChaosService:
 
 @contextlib.asynccontextmanager
 async def chaos_service(
-    directory: Path, model: Path, num_blocks: int
+    directory: Path, model: Path, num_blocks: int, *, has_standby: bool = False
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
-    service = ChaosService(directory, model, num_blocks)
+    service = ChaosService(directory, model, num_blocks, has_standby=has_standby)
     try:
         for link in service.links.values():
             await link.open()
