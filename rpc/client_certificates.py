@@ -1,22 +1,123 @@
-"""What HTTP asks of clients whose certificates it wants: one, but for probes."""
+"""Who a caller is by its certificate, and whether it may call: over gRPC and HTTP.
 
-from typing import Final
+TLS itself lets in whoever an authority has signed. Which of those may call this process, be it that
+an authority signs routers, schedulers, workers and clients alike, the names say.
+"""
 
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import grpc
+import grpc.aio
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
+
+from rpc.errors import PermissionDeniedError, QuireError, UnauthenticatedError
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """A kubelet has no certificate."""
+_SAN_KEY: Final = "x509_subject_alternative_name"
+_COMMON_NAME_KEY: Final = "x509_common_name"
 
 
-@web.middleware
-async def require_certificate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer 401 to who has shown no certificate; TLS itself refuses a wrong one."""
-    if request.path in _OPEN_PATHS:
-        return await handler(request)
-    transport = request.transport
-    if transport is None or not transport.get_extra_info("peercert"):
-        return web.json_response(
-            {"error": {"message": "a client certificate is required", "code": 401}}, status=401
+def check_names(names: Sequence[str], accepted: Collection[str]) -> None:
+    """Check that one of a certificate's names is accepted; if `accepted` is empty, all are.
+
+    Raises:
+        UnauthenticatedError: There is no certificate.
+        PermissionDeniedError: It is another's.
+    """
+    if not accepted or not set(names).isdisjoint(accepted):
+        return
+    if not names:
+        raise UnauthenticatedError("a client certificate with a name is required")
+    raise PermissionDeniedError(
+        f"the client certificate is that of {', '.join(names)}; this process is for"
+        f" {', '.join(sorted(accepted))} (--tls-client-names)"
+    )
+
+
+class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls of those whose certificate has none of the accepted names."""
+
+    def __init__(self, accepted: Collection[str]) -> None:
+        self._accepted = frozenset(accepted)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Have the handler look at the caller first; here there is no telling who it is."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if handler.request_streaming and handler.response_streaming:
+            kind, make = "stream_stream", grpc.stream_stream_rpc_method_handler
+        elif handler.request_streaming:
+            kind, make = "stream_unary", grpc.stream_unary_rpc_method_handler
+        elif handler.response_streaming:
+            kind, make = "unary_stream", grpc.unary_stream_rpc_method_handler
+        else:
+            kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
+        return make(
+            self._guarded(getattr(handler, kind)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
         )
-    return await handler(request)
+
+    def _guarded(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behavior):
+
+            async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
+                self._check(context)
+                async with contextlib.aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+            return generate
+
+        async def call(request: Any, context: Any) -> Any:
+            self._check(context)
+            return await behavior(request, context)
+
+        return call
+
+    def _check(self, context: Any) -> None:
+        said: Mapping[str, Sequence[bytes]] = context.auth_context()
+        # As for servers (RFC 6125): a common name counts only where there is no other.
+        names = said.get(_SAN_KEY) or said.get(_COMMON_NAME_KEY) or ()
+        check_names([name.decode(errors="replace") for name in names], self._accepted)
+
+
+def certificate_middleware(accepted: Collection[str]) -> Middleware:
+    """Make what answers 401 to who has shown no certificate, and 403 if it has no accepted name.
+
+    TLS itself refuses one of another authority. Probes have none.
+    """
+
+    @web.middleware
+    async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in _OPEN_PATHS:
+            return await handler(request)
+        transport = request.transport
+        shown = None if transport is None else transport.get_extra_info("peercert")
+        try:
+            if not shown:
+                raise UnauthenticatedError("a client certificate is required")
+            check_names(_names_of(shown), accepted)
+        except QuireError as error:
+            body = {"error": {"message": str(error), "code": error.http_status}}
+            return web.json_response(body, status=error.http_status)
+        return await handler(request)
+
+    return require
+
+
+def _names_of(shown: Mapping[str, Any]) -> list[str]:
+    """The names of a certificate, as `ssl` gives it."""
+    alternatives = [value for _, value in shown.get("subjectAltName", ())]
+    subject = (pair for part in shown.get("subject", ()) for pair in part)
+    return alternatives or [value for kind, value in subject if kind == "commonName"]

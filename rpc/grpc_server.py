@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from rpc import telemetry
+from rpc.client_certificates import NameInterceptor
 from rpc.settings import ProcessSettings
 from rpc.status import ErrorInterceptor
 from rpc.tls import server_credentials
@@ -43,11 +44,22 @@ def make_grpc_server(
         options=server_options(
             settings.max_message_mb, settings.max_metadata_kb, settings.max_concurrent_streams
         ),
-        interceptors=[telemetry.TraceInterceptor(), ErrorInterceptor(), *interceptors],
+        interceptors=[
+            telemetry.TraceInterceptor(),
+            ErrorInterceptor(),
+            *_name_interceptors(settings),
+            *interceptors,
+        ],
     )
     for service in services:
         service.add(server)
     return server
+
+
+def _name_interceptors(settings: ProcessSettings) -> list[NameInterceptor]:
+    # A Unix socket has no certificates: see below.
+    is_wanted = settings.client_names and settings.uds is None
+    return [NameInterceptor(settings.client_names)] if is_wanted else []
 
 
 async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) -> str:

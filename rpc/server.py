@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from quire.v1 import admin_pb2_grpc
 from rpc import telemetry, timeline
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
-from rpc.client_certificates import require_certificate
+from rpc.client_certificates import certificate_middleware
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.health_service import HEALTH_SERVICE_NAME, HealthServicer
@@ -152,7 +152,7 @@ def _make_http_runner(
     app = web.Application(client_max_size=_MAX_HTTP_BODY_BYTES) if http is None else http
     app.middlewares.insert(0, probes(health))
     if settings.tls_client_ca is not None:
-        app.middlewares.insert(0, require_certificate)
+        app.middlewares.insert(0, certificate_middleware(settings.client_names))
     return web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
     )

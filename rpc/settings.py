@@ -96,6 +96,10 @@ class ProcessSettings(LinkSettings):
     """File of the authorities (PEM) of which whoever calls this process must have a certificate, by
     gRPC or HTTP, but for /health and /ready; needs --tls-cert, which turns on TLS for what listens.
     Unset: callers need none."""
+    tls_client_names: str = ""
+    """Needs --tls-client-ca: one of these names, separated by commas, must be in the certificate of
+    whoever calls this process, as a DNS name, URI or address among its alternative names or, if it
+    has none, as its common name. Empty: whatever its authorities have signed may call."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
@@ -147,12 +151,19 @@ class ProcessSettings(LinkSettings):
             return None
         return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
+    @property
+    def client_names(self) -> frozenset[str]:
+        """`tls_client_names`, each for itself."""
+        return frozenset(filter(None, map(str.strip, self.tls_client_names.split(","))))
+
     @model_validator(mode="after")
     def _client_ca_is_right(self) -> Self:
         if self.tls_client_ca is not None:
             if self.tls_cert is None:
                 raise ValueError("--tls-client-ca needs --tls-cert")
             check_authorities(self.tls_client_ca)
+        elif self.tls_client_names:
+            raise ValueError("--tls-client-names needs --tls-client-ca")
         return self
 
 

@@ -1,5 +1,6 @@
 """Servers and channels with certificates: who gets in, and what who does not is told."""
 
+import contextlib
 import ssl
 
 import aiohttp
@@ -7,8 +8,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.channel import open_blocking_channel, open_channel
-from rpc.errors import UnavailableError
+from rpc.client_certificates import check_names
+from rpc.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from rpc.settings import ProcessSettings, parse_settings
 from rpc.status import status_to_error
 from rpc.tls import ClientTls
@@ -67,6 +70,56 @@ async def test_client_without_certificate_gets_in_only_where_none_is_asked_for(r
         assert await check(addresses.grpc, ClientTls(process.ca))
     async with run_server(ProcessSettings(**process.as_peer)) as addresses:
         assert "--tls-cert" in await refusal(addresses.grpc, ClientTls(process.ca))
+
+
+async def test_a_certificate_opens_only_where_its_name_is_accepted(run_server, ours, process):
+    files = {name: ours.issue(name, f"{name}.quire") for name in ("router", "client")}
+    settings = ProcessSettings(
+        **process.as_peer, tls_client_names="scheduler.quire, router.quire", local_drain=True
+    )
+    async with run_server(settings) as addresses:
+        assert await check(addresses.grpc, client_tls(files["router"]))
+        async with open_channel(addresses.grpc, tls=client_tls(files["client"])) as channel:
+            unary = health_pb2_grpc.HealthStub(channel).Check(CHECK, timeout=10)
+            stream = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+            for call in (unary, stream):
+                assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert "client.quire" in await call.details()
+        async with aiohttp.ClientSession() as session:
+            for name, path, status in (
+                ("client", "/metrics", 403),
+                ("router", "/metrics", 200),
+                ("client", "/health", 200),
+            ):
+                context = ssl.create_default_context(cafile=ours.ca)
+                context.load_cert_chain(files[name].cert, files[name].key)
+                url = f"https://{addresses.http}{path}"
+                async with session.get(url, ssl=context) as response:
+                    assert response.status == status
+                    assert status != 403 or "client.quire" in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["router.quire", "10.0.0.1"], None),
+        (["spiffe://quire/router"], None),
+        (["Router.quire"], PermissionDeniedError),
+        (["evil-router.quire"], PermissionDeniedError),
+        ([], UnauthenticatedError),
+    ],
+)
+def test_names_are_taken_as_they_are(names, error):
+    accepted = {"router.quire", "spiffe://quire/router"}
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        check_names(names, accepted)
+    check_names(names, set())
+
+
+def test_names_without_certificates_are_refused_at_the_start(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(ProcessSettings, "p", ["--tls-client-names=a"])
+    assert "--tls-client-ca" in capsys.readouterr().err
 
 
 async def test_client_certificate_of_the_wrong_authority_is_refused(run_server, process, stranger):
