@@ -9,18 +9,20 @@ from typing import Any, Protocol
 import grpc.aio
 import structlog
 
+from gpu_worker.description_wire import (
+    holdings_to_proto,
+    worker_info_to_proto,
+    worker_state_to_proto,
+)
 from gpu_worker.holdings import Holdings
 from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.result_stream import ResultStream
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.wire import (
-    holdings_to_proto,
     host_blocks_to_pull,
     host_blocks_to_read,
     step_input_from_proto,
     step_output_to_proto,
-    worker_info_to_proto,
-    worker_state_to_proto,
 )
 from gpu_worker.worker_info import WorkerInfo, WorkerState
 from quire.v1 import worker_pb2, worker_pb2_grpc
