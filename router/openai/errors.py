@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
+import structlog
 from aiohttp import web
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +20,8 @@ from rpc.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+
+log = structlog.get_logger()
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -86,6 +89,14 @@ def error_response(error: QuireError) -> web.Response:
     if isinstance(error, TooBusyError):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole
     return response
+
+
+def failure_response(error: Exception, **where: str) -> web.Response:
+    """The response to what a handler raised; a bug is logged, and the client is told no more."""
+    if isinstance(error, QuireError):
+        return error_response(error)
+    log.error("request_failed", exc_info=error, **where)
+    return error_response(QuireError("internal error"))
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:

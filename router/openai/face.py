@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TypeAlias, TypeVar
 
-import structlog
 from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from router.openai.errors import (
     BodyTooLargeError,
     MethodNotAllowedError,
     error_from_validation,
-    error_response,
+    failure_response,
 )
 from router.openai.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.openai.json_object import Schema
@@ -32,9 +31,7 @@ from router.openai.responses import model_json
 from router.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.precedence import with_precedence
 from rpc import telemetry
-from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
-
-log = structlog.get_logger()
+from rpc.errors import InvalidArgumentError, NotFoundError
 
 MAX_BODY_BYTES = 16 * 2**20
 """Room for a million tokens as numbers; parsing it holds the event loop for some 0.1 s."""
@@ -150,13 +147,10 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
             if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
                 call_id.value = _check_request_id(header)
             response = await handler(request, call_id)
-        except QuireError as error:
-            response = error_response(error)
         except ClientConnectionResetError:
             raise  # the client is gone, and nobody reads what is returned
-        except Exception:
-            log.exception("request_failed", path=request.path, request_id=call_id.value)
-            response = error_response(QuireError("internal error"))
+        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+            response = failure_response(error, path=request.path, request_id=call_id.value)
         finally:
             otel_context.detach(token)
         if not response.prepared:

@@ -4,24 +4,21 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
-import structlog
 from aiohttp import web
 
 from quire.v1.common_pb2 import ActivityQuery
 from quire.v1.kv_pb2 import KvQuery
 from router.inference import Inference
-from router.openai.errors import error_response
+from router.openai.errors import error_response, failure_response
 from router.openai.json_text import json_bytes
 from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
 from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
 from router.wire import load_to_proto
-from rpc.errors import NotFoundError, QuireError
+from rpc.errors import NotFoundError
 
 API_PATH: Final = f"{PAGE_PATH}/api"
 
 _MAX_SHOWN: Final = 64
-
-log = structlog.get_logger()
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -95,11 +92,8 @@ def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
         try:
             body = json_bytes(await read(request))
             response = web.Response(body=body, content_type="application/json")
-        except QuireError as error:
-            response = error_response(error)
-        except Exception:
-            log.exception("request_failed", path=request.path)
-            response = error_response(QuireError("internal error"))
+        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+            response = failure_response(error, path=request.path)
         response.headers["Cache-Control"] = "no-store"
         return response
 
