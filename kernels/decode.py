@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.checks import check_options, check_paged
 from kernels.quantized import as_bits
-from kernels.tile import LOG2_E, attend_range, scale_strides
+from kernels.tile import LOG2_E, attend_positions, scale_strides
 from kernels.tuned import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = 256  # the device's list of sequences, rounded up: few sizes, few compilations
@@ -110,65 +110,29 @@ def _attend_splits_kernel(
         head = (kv_head * G + row).to(tl.int64)
         q_ptr = query + seq * query_stride_s + head[:, None] * query_stride_h + dim[None, :]
         q = tl.load(q_ptr, mask=row_mask, other=0.0)
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
         row_max = tl.full([ROWS], -1e30, tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         row_position = tl.zeros([ROWS], tl.int32) + (seq_len - 1)
-        key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
-        value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
-        key_head_scales = None if key_scales is None else key_scales + kv_head
-        value_head_scales = None if value_scales is None else value_scales + kv_head
         block_table = block_tables + seq * table_stride
-        low = start
+        masked_from = start
         begin = start
         if window is not None:  # the first split's first tile may begin before the window
             begin = tl.maximum(start, seq_len - window)
-        else:  # the tiles that are whole
-            low = start + (end - start) // POSITIONS * POSITIONS
-            acc, row_max, row_sum = attend_range(
-                q,
-                acc,
-                row_max,
-                row_sum,
-                row_position,
-                key_head,
-                value_head,
-                block_table,
-                start,
-                low,
-                begin,
-                end,
-                scale_log2,
-                softcap_log2,
-                window,
-                key_stride_b,
-                key_stride_p,
-                value_stride_b,
-                value_stride_p,
-                key_head_scales,
-                value_head_scales,
-                key_scale_stride_b,
-                key_scale_stride_p,
-                value_scale_stride_b,
-                value_scale_stride_p,
-                P,
-                D,
-                DIMS,
-                POSITIONS,
-                IS_MASKED=False,
-                NUM_STAGES=NUM_STAGES,
-            )
-        acc, row_max, row_sum = attend_range(
+        else:  # behind the tiles that are whole
+            masked_from = start + (end - start) // POSITIONS * POSITIONS
+        acc, row_max, row_sum = attend_positions(
             q,
-            acc,
             row_max,
             row_sum,
             row_position,
-            key_head,
-            value_head,
+            kv_head,
+            key_cache,
+            value_cache,
+            key_scales,
+            value_scales,
             block_table,
-            low,
-            end,
+            start,
+            masked_from,
             begin,
             end,
             scale_log2,
@@ -176,20 +140,20 @@ def _attend_splits_kernel(
             window,
             key_stride_b,
             key_stride_p,
+            key_stride_h,
             value_stride_b,
             value_stride_p,
-            key_head_scales,
-            value_head_scales,
+            value_stride_h,
             key_scale_stride_b,
             key_scale_stride_p,
             value_scale_stride_b,
             value_scale_stride_p,
             P,
             D,
+            ROWS,
             DIMS,
             POSITIONS,
-            IS_MASKED=True,
-            NUM_STAGES=NUM_STAGES,
+            NUM_STAGES,
         )
 
         if num_splits == 1:

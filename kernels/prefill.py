@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.checks import check_options, check_paged, check_tensor
 from kernels.quantized import as_bits
-from kernels.tile import LOG2_E, attend_range, scale_strides
+from kernels.tile import LOG2_E, attend_positions, scale_strides
 from kernels.tuned import PrefillConfig, config_of, shape_of
 
 
@@ -102,7 +102,6 @@ def _attend_chunks_kernel(
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
     # Rows past the chunk see what its last token does: a row that sees nothing divides by zero.
     row_position = tl.minimum(seq_len - query_len + index, end - 1)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
     if sinks is None:
         # Finite, but below any score: a row may see no position of its first tile, by the window.
         row_max = tl.full([ROWS], -1e30, tl.float32)
@@ -110,62 +109,26 @@ def _attend_chunks_kernel(
     else:  # a position that every row has seen, with a value of zero; its score to base 2
         row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
         row_sum = tl.full([ROWS], 1.0, tl.float32)
-    key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
-    value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
-    key_head_scales = None if key_scales is None else key_scales + kv_head
-    value_head_scales = None if value_scales is None else value_scales + kv_head
     block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
-    low = 0
     begin = 0
-    if window is None:  # the tiles that all rows see
-        low = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
-        acc, row_max, row_sum = attend_range(
-            q,
-            acc,
-            row_max,
-            row_sum,
-            row_position,
-            key_head,
-            value_head,
-            block_table,
-            0,
-            low,
-            begin,
-            end,
-            scale_log2,
-            softcap_log2,
-            window,
-            key_stride_b,
-            key_stride_p,
-            value_stride_b,
-            value_stride_p,
-            key_head_scales,
-            value_head_scales,
-            key_scale_stride_b,
-            key_scale_stride_p,
-            value_scale_stride_b,
-            value_scale_stride_p,
-            P,
-            D,
-            DIMS,
-            POSITIONS,
-            IS_MASKED=False,
-            NUM_STAGES=NUM_STAGES,
-        )
+    if window is None:  # behind the tiles that all rows see
+        masked_from = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
     else:  # the first row's window, from the border of a tile
         begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
-        low = begin // POSITIONS * POSITIONS
-    acc, row_max, row_sum = attend_range(
+        masked_from = begin // POSITIONS * POSITIONS
+    acc, row_max, row_sum = attend_positions(
         q,
-        acc,
         row_max,
         row_sum,
         row_position,
-        key_head,
-        value_head,
+        kv_head,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
         block_table,
-        low,
-        end,
+        0,
+        masked_from,
         begin,
         end,
         scale_log2,
@@ -173,20 +136,20 @@ def _attend_chunks_kernel(
         window,
         key_stride_b,
         key_stride_p,
+        key_stride_h,
         value_stride_b,
         value_stride_p,
-        key_head_scales,
-        value_head_scales,
+        value_stride_h,
         key_scale_stride_b,
         key_scale_stride_p,
         value_scale_stride_b,
         value_scale_stride_p,
         P,
         D,
+        ROWS,
         DIMS,
         POSITIONS,
-        IS_MASKED=True,
-        NUM_STAGES=NUM_STAGES,
+        NUM_STAGES,
     )
 
     out_row = out + (token * H + head) * D

@@ -17,7 +17,123 @@ LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is t
 
 
 @triton.jit
-def attend_range(
+def attend_positions(
+    q,  # [R, DIMS], zero past D
+    row_max,  # fp32 [R], finite
+    row_sum,  # fp32 [R]
+    row_position,  # int32[R]: each row sees the positions up to its own
+    kv_head,
+    key_cache,  # [B, P, HKV, D]
+    value_cache,  # as key_cache
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    block_table,  # points to this sequence's row, int32[M]
+    start,  # a multiple of C: without a window, the first position
+    masked_from,  # a multiple of C: with a window the first; else each row sees all before it
+    begin,  # positions before this one, with a window, and from `end` on are not read
+    end,
+    scale_log2,
+    softcap_log2,  # in the unit of the scores, or None
+    window,  # how many positions a row sees at most, or None
+    key_stride_b,
+    key_stride_p,
+    key_stride_h,
+    value_stride_b,
+    value_stride_p,
+    value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,  # R
+    DIMS: tl.constexpr,  # power of two, at least D and 16
+    POSITIONS: tl.constexpr,  # C
+    NUM_STAGES: tl.constexpr,
+):
+    """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
+
+    What `row_max` and `row_sum` are at first counts as seen already, with values of zero. Masks
+    cost, so the tiles that every row sees as a whole, [start, masked_from), have none.
+    """
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
+    value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
+    key_head_scales = None if key_scales is None else key_scales + kv_head
+    value_head_scales = None if value_scales is None else value_scales + kv_head
+    if window is None:
+        acc, row_max, row_sum = _attend_range(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            row_position,
+            key_head,
+            value_head,
+            block_table,
+            start,
+            masked_from,
+            begin,
+            end,
+            scale_log2,
+            softcap_log2,
+            window,
+            key_stride_b,
+            key_stride_p,
+            value_stride_b,
+            value_stride_p,
+            key_head_scales,
+            value_head_scales,
+            key_scale_stride_b,
+            key_scale_stride_p,
+            value_scale_stride_b,
+            value_scale_stride_p,
+            P,
+            D,
+            DIMS,
+            POSITIONS,
+            IS_MASKED=False,
+            NUM_STAGES=NUM_STAGES,
+        )
+    acc, row_max, row_sum = _attend_range(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        row_position,
+        key_head,
+        value_head,
+        block_table,
+        masked_from,
+        end,
+        begin,
+        end,
+        scale_log2,
+        softcap_log2,
+        window,
+        key_stride_b,
+        key_stride_p,
+        value_stride_b,
+        value_stride_p,
+        key_head_scales,
+        value_head_scales,
+        key_scale_stride_b,
+        key_scale_stride_p,
+        value_scale_stride_b,
+        value_scale_stride_p,
+        P,
+        D,
+        DIMS,
+        POSITIONS,
+        IS_MASKED=True,
+        NUM_STAGES=NUM_STAGES,
+    )
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_range(
     q,  # [R, DIMS], zero past D
     acc,  # fp32 [R, DIMS]
     row_max,  # fp32 [R], finite
