@@ -21,9 +21,9 @@ from scheduler_svc.domain import (
     WorkerInfo,
 )
 from scheduler_svc.engine import Engine
-from scheduler_svc.holding import HeldRequests
-from scheduler_svc.live_sequences import end_with_error, num_live_seqs
+from scheduler_svc.held_requests import HeldRequests
 from scheduler_svc.placement import Placer
+from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.roster import Roster
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session

@@ -2,8 +2,8 @@
 
 from scheduler_svc.core.plan import Finished, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.live_sequences import live_seq_keys
 from scheduler_svc.progress import Progress, SequencesAtWorker
+from scheduler_svc.request_ends import live_seq_keys
 
 
 class Losses:

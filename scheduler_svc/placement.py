@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.request import Request
-from scheduler_svc.live_sequences import num_live_seqs
+from scheduler_svc.request_ends import num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64
 """Prompt tokens that weigh as much as one more sequence: a 2,048-token prefix is worth going where

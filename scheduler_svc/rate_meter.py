@@ -1,4 +1,4 @@
-"""Measures a worker's pace from the steps it does."""
+"""How fast a worker is at its best, from the steps it does: which deadlines cannot be met."""
 
 from collections import deque
 

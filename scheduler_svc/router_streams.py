@@ -6,7 +6,7 @@ from quire.v1 import scheduler_pb2
 from rpc.errors import QuireError
 from scheduler_svc.core.request import Request, SourceId
 from scheduler_svc.kept_requests import KeptRequests
-from scheduler_svc.live_sequences import live_seq_keys
+from scheduler_svc.request_ends import live_seq_keys
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.wire.router import refused_to_proto
 

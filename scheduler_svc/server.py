@@ -15,9 +15,9 @@ from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.fleet import Fleet
-from scheduler_svc.live_sequences import live_seq_keys
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.queue_room import QueueRoom
+from scheduler_svc.request_ends import live_seq_keys
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto

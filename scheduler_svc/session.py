@@ -31,11 +31,11 @@ from scheduler_svc.domain import (
     SubmitRequest,
     WorkerInfo,
 )
-from scheduler_svc.live_sequences import end_with_error, num_live_seqs
 from scheduler_svc.losses import Losses
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
 from scheduler_svc.refusal import refusal_from_core
+from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_observer import StepObserver

@@ -22,7 +22,7 @@ from opentelemetry.util.types import AttributeValue
 from rpc import telemetry
 from scheduler_svc.core.plan import Admitted, Finished, Preempted, Started, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.live_sequences import live_seq_keys
+from scheduler_svc.request_ends import live_seq_keys
 
 Attributes = Mapping[str, AttributeValue]
 

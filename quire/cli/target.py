@@ -1,4 +1,4 @@
-"""Which router `generate` and `chat` talk to, and what they say if none is there."""
+"""Which router a command talks to, and what it says if none is there."""
 
 import contextlib
 from collections.abc import Iterator

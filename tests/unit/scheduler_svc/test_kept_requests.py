@@ -8,7 +8,7 @@ from rpc.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, 
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.request import Request
 from scheduler_svc.kept_requests import KeptRequests
-from scheduler_svc.live_sequences import live_seq_keys
+from scheduler_svc.request_ends import live_seq_keys
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.router import renamed_part
 

@@ -24,7 +24,7 @@ from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.fleet import Fleet
-from scheduler_svc.holding import HeldRequests
+from scheduler_svc.held_requests import HeldRequests
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.placement import Placer
 from scheduler_svc.progress import Progress, SequencesAtWorker

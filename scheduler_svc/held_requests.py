@@ -8,7 +8,7 @@ import numpy as np
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import SubmitRequest
-from scheduler_svc.live_sequences import live_outputs, num_live_seqs
+from scheduler_svc.request_ends import live_outputs, num_live_seqs
 
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
