@@ -1,111 +1,23 @@
+"""The gRPC face of a worker: epochs, the stream of steps, and what is refused."""
+
 import asyncio
-import contextlib
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
-import torch
-from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
-
-from gpu_worker.executor import Executor
-from gpu_worker.holdings import Holdings
-from gpu_worker.server import WorkerService
-from gpu_worker.step import Limits, StepOutput
-from gpu_worker.step_loop import StepLoop
-from gpu_worker.worker_info import WorkerInfo
-from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
-from rpc.packing import pack_int32, unpack_int32
-from rpc.status import ErrorInterceptor
-
-LIMITS = Limits(
-    max_num_seqs=4,
-    max_model_len=32,
-    max_num_batched_tokens=16,
-    num_blocks=12,
-    block_size=4,
-    vocab_size=VOCAB_SIZE,
+from fake_model import continue_greedily
+from worker_service import (
+    PROMPT,
+    batch,
+    failure,
+    first_batch,
+    new_sequence,
+    served,
 )
-INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32")
-PROMPT = [5, 6, 7]
 
-
-class Worker:
-    """A worker behind a real socket, and a client of it."""
-
-    def __init__(self, service, step_loop, stub):
-        self.service = service
-        self.step_loop = step_loop
-        self.stub = stub
-
-    async def attach(self, epoch):
-        return await self.stub.Attach(worker_pb2.AttachRequest(epoch=epoch))
-
-
-@pytest.fixture
-async def worker(tmp_path):
-    executor = Executor(
-        FakeModel(), FakePool(LIMITS.num_blocks, LIMITS.block_size), LIMITS, (), torch.device("cpu")
-    )
-    step_loop = StepLoop(executor, asyncio.get_running_loop())
-    service = WorkerService()
-    service.open(INFO, step_loop)
-    async with served(service, tmp_path / "worker.sock") as stub:
-        yield Worker(service, step_loop, stub)
-    await step_loop.stop()
-
-
-@contextlib.asynccontextmanager
-async def served(service, path):
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    service.service().add(server)
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    try:
-        async with open_channel(f"unix:{path}") as channel:
-            yield worker_pb2_grpc.WorkerServiceStub(channel)
-    finally:
-        await server.stop(0)
-
-
-def batch(epoch, step_id, num_decodes=0, **parts):
-    packed = {
-        name: pack_int32(value) if name != "new_sequences" else value
-        for name, value in parts.items()
-    }
-    return worker_pb2.StepBatch(epoch=epoch, step_id=step_id, num_decodes=num_decodes, **packed)
-
-
-def new_sequence(row=0, tokens=PROMPT, blocks=(0, 1, 2), **changes):
-    values = {
-        "seq_id": 1,
-        "row": row,
-        "token_ids": pack_int32(tokens),
-        "num_prompt_tokens": len(tokens),
-        "block_ids": pack_int32(blocks),
-        "sampling": common_pb2.SamplingParams(seed=1, temperature=0),
-        "max_total_tokens": 12,
-    }
-    return worker_pb2.NewSequence(**(values | changes))
-
-
-def first_batch(epoch=1, step_id=1, **changes):
-    return batch(
-        epoch,
-        step_id,
-        new_sequences=[new_sequence(**changes)],
-        chunk_rows=[0],
-        chunk_lens=[len(PROMPT)],
-    )
-
-
-async def failure(call):
-    """The code and message that a stream ends with, once it does."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
+from gpu_worker.server import WorkerService
+from quire.v1 import common_pb2, worker_pb2
+from rpc.packing import unpack_int32
 
 
 async def test_attach_tells_what_the_worker_has(worker):
@@ -266,113 +178,6 @@ async def test_a_bad_batch_is_refused_by_field_after_the_results_before_it(worke
     assert details.startswith(message)
 
 
-async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worker):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    await call.write(first_batch())
-    await call.read()
-    await worker.service.drain(0)
-    code, _ = await failure(call)
-    assert code is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.attach(2)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_scheduler_that_asked_is_told_of_a_drain_and_leaves_when_it_likes(worker):
-    await worker.attach(1)
-    asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
-    call = worker.stub.Execute()
-    await call.write(first_batch())
-    await call.read()
-    assert not asked.done()
-    drain = asyncio.create_task(worker.service.drain(60))
-    await asked
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.attach(2)
-    assert "draining" in caught.value.details()
-    await call.write(batch(1, 2, 1))
-    assert (await call.read()).step_id == 2
-    assert not drain.done()
-    call.cancel()
-    await drain
-
-
-async def test_a_scheduler_that_was_told_and_stays_is_left(worker):
-    await worker.attach(1)
-    asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
-    call = worker.stub.Execute()
-    await call.write(first_batch())
-    await call.read()
-    drain = asyncio.create_task(worker.service.drain(0.01))
-    await asked
-    assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
-    await drain
-
-
-class SlowSteps:
-    """Steps whose results come when the test says so."""
-
-    num_rows_used = 0
-
-    def __init__(self):
-        self.results = []
-
-    async def attach(self, attachment):  # noqa: ARG002
-        return Holdings()
-
-    def submit(self, *_):
-        self.results.append(asyncio.get_running_loop().create_future())
-        return self.results[-1]
-
-
-async def test_draining_waits_for_the_steps_that_run(tmp_path):
-    service, steps = WorkerService(), SlowSteps()
-    service.open(INFO, steps)
-    async with served(service, tmp_path / "worker.sock") as stub:
-        await stub.Attach(worker_pb2.AttachRequest(epoch=1))
-        call = stub.Execute()
-        await call.write(first_batch())
-        async with asyncio.timeout(10):
-            while not steps.results:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0)
-        drain = asyncio.create_task(service.drain(0))
-        with pytest.raises(grpc.aio.AioRpcError):  # a round trip: the drain has begun
-            await stub.Attach(worker_pb2.AttachRequest(epoch=2))
-        assert not drain.done()
-        none = np.empty(0, np.int32)
-        steps.results[0].set_result(StepOutput(1, none, none, none, none, (), 3, 0.1))
-        assert (await call.read()).step_id == 1
-        await drain
-        assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_stream_whose_scheduler_went_while_it_wrote_holds_up_no_drain(worker):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    await call.write(first_batch())
-    call.cancel()
-    await worker.service.drain(0)
-    assert not worker.service._executions
-
-
-@pytest.mark.parametrize("event", ["drain", "attach"])
-async def test_a_stream_that_has_sent_nothing_ends_too(worker, event):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    await call.wait_for_connection()
-    await until_open(worker.service)
-    await (worker.service.drain(0) if event == "drain" else worker.attach(2))
-    assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE
-
-
-async def until_open(service):
-    """Wait until the handler of a stream runs: its client is not told."""
-    async with asyncio.timeout(10):
-        while not service._executions:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0)
-
-
 async def test_before_the_model_is_there_nobody_may_attach(tmp_path):
     async with served(WorkerService(), tmp_path / "worker.sock") as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -389,64 +194,3 @@ async def test_results_of_a_stream_that_broke_are_dropped_and_the_rows_stay(work
     call.cancel()
     await asyncio.wait([asyncio.ensure_future(call.code())])
     assert worker.step_loop.num_rows_used == 1
-
-
-async def holdings(worker, epoch):
-    call = worker.stub.ReadHoldings(worker_pb2.ReadHoldingsRequest(epoch=epoch))
-    return [part async for part in call]
-
-
-async def test_the_next_scheduler_is_told_of_rows_and_labels(worker):
-    await worker.attach(1)
-    assert await holdings(worker, 1) == []
-    call = worker.stub.Execute()
-    await call.write(first_batch(identity=b"i" * 32))
-    first = await call.read()
-    message = batch(1, 2, num_decodes=1, labelled_block_ids=[0, 7])
-    message.labels = b"n" * 32 + b"m" * 32
-    await call.write(message)
-    second = await call.read()
-    await worker.attach(2)
-    rows, device = await holdings(worker, 2)
-    (row,) = rows.rows
-    sampled = [unpack_int32(each.sampled_token_ids, "") for each in (first, second)]
-    assert row.identity == b"i" * 32
-    assert unpack_int32(row.token_ids, "").tolist() == [*PROMPT, *np.concatenate(sampled)]
-    assert row.num_computed_tokens == len(PROMPT) + 1
-    assert unpack_int32(row.block_ids, "").tolist() == [0, 1, 2]
-    assert unpack_int32(device.device.block_ids, "").tolist() == [7], "block 0 was written then"
-    assert device.device.labels == b"m" * 32
-
-
-async def test_holdings_can_be_read_until_the_first_step(worker):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    await call.write(first_batch())
-    await call.read()
-    for epoch in (1, 2):
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await holdings(worker, epoch)
-        expected = grpc.StatusCode.FAILED_PRECONDITION
-        assert raised.value.code() is (expected if epoch == 1 else grpc.StatusCode.INVALID_ARGUMENT)
-
-
-async def test_after_a_step_that_failed_nothing_is_held(worker):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    await call.write(first_batch(identity=b"i" * 32))
-    await call.read()
-    await call.write(batch(1, 2, num_decodes=3))
-    await failure(call)
-    await worker.attach(2)
-    assert await holdings(worker, 2) == []
-
-
-async def test_labels_of_another_size_are_refused(worker):
-    await worker.attach(1)
-    call = worker.stub.Execute()
-    message = first_batch()
-    message.labelled_block_ids = pack_int32([1])
-    await call.write(message)
-    code, details = await failure(call)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "labels has 0 bytes" in details

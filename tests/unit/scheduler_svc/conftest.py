@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from recorded_runs import record
 from scheduler_fake_worker import FakeWorker
 from scheduler_harness import FakeRouter
 
@@ -34,3 +35,9 @@ async def connect():
     yield connect_router
     for router in routers:
         await router.disconnect()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Record a random run, once for a file of tests; the recording and who drove it."""
+    return record(tmp_path_factory.mktemp("recording"))

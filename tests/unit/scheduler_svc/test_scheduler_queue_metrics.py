@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+from scheduler_requests import make_request
+
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.load import count_queued
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.queue_metrics import MAX_TENANTS, QueueCollector
-from tests.unit.scheduler_svc.test_scheduler_parts import make_request
 
 
 def samples(queued, ages=None):

@@ -1,0 +1,25 @@
+"""A worker behind a real socket."""
+
+import asyncio
+
+import pytest
+import torch
+from fake_model import FakeModel, FakePool
+from worker_service import INFO, LIMITS, Worker, served
+
+from gpu_worker.executor import Executor
+from gpu_worker.server import WorkerService
+from gpu_worker.step_loop import StepLoop
+
+
+@pytest.fixture
+async def worker(tmp_path):
+    executor = Executor(
+        FakeModel(), FakePool(LIMITS.num_blocks, LIMITS.block_size), LIMITS, (), torch.device("cpu")
+    )
+    step_loop = StepLoop(executor, asyncio.get_running_loop())
+    service = WorkerService()
+    service.open(INFO, step_loop)
+    async with served(service, tmp_path / "worker.sock") as stub:
+        yield Worker(service, step_loop, stub)
+    await step_loop.stop()

@@ -1,0 +1,136 @@
+"""What an API key makes of a call: its tenant's requests, cache and quota, and no other's."""
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from keyed_router import ALICE, ALICE_2, BOB, OPERATOR, bearer, failure, keyed_settings, running
+
+from quire.v1 import inference_pb2
+
+pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture
+def settings(model_dir, tmp_path):
+    return keyed_settings(model_dir, tmp_path)
+
+
+@pytest.fixture
+async def router(settings, tmp_path):
+    async with running(settings, tmp_path) as router:
+        yield router
+
+
+async def test_a_key_does_not_speak_for_another_tenant(router):
+    error = await failure(router.generate(BOB, ("x-quire-tenant", "alice")))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    headers = {"Authorization": f"Bearer {BOB}", "x-quire-tenant": "alice"}
+    body = {"model": "tiny", "prompt": "hello"}
+    async with router.http.post("/v1/completions", headers=headers, json=body) as response:
+        assert response.status == 403
+        assert (await response.json())["error"]["type"] == "permission_error"
+    _, submit = await router.submitted(ALICE, ("x-quire-tenant", "alice"))
+    assert submit.tenant == "alice"
+
+
+async def test_tenants_kv_is_for_operators_to_see(router):
+    request = inference_pb2.DescribeKvRequest()
+    error = await failure(router.stub.DescribeKv(request, metadata=bearer(ALICE)))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert await router.stub.DescribeKv(request, metadata=bearer(OPERATOR))
+    request = inference_pb2.DescribeActivityRequest()
+    error = await failure(router.stub.DescribeActivity(request, metadata=bearer(ALICE)))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert await router.stub.DescribeActivity(request, metadata=bearer(OPERATOR))
+
+
+async def test_another_tenants_request_id_is_as_good_as_free(router):
+    _, alices = await router.submitted(ALICE, request_id="mine", sampling={"max_tokens": 4})
+    error = await failure(router.generate(ALICE_2, request_id="mine"))
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    call, bobs = await router.submitted(BOB, request_id="mine", sampling={"max_tokens": 4})
+    call.cancel()
+    assert await router.scheduler.cancels.get() == [bobs.first_seq_key]
+    assert alices.first_seq_key != bobs.first_seq_key
+
+
+async def test_no_tenant_can_have_another_tenants_cache_salt(router):
+    salts = {}
+    for key in (OPERATOR, ALICE, ALICE_2, BOB):
+        for salt in ("", "s", "alice", "alice\0s"):
+            call, submit = await router.submitted(key, cache_salt=salt, sampling={"max_tokens": 4})
+            salts[key, salt] = submit.cache_salt
+            await router.finish(submit)
+            async for _ in call:
+                pass
+    # Even who knows what a salt is made into, and sends that, has one of its own.
+    _, submit = await router.submitted(BOB, cache_salt=salts[ALICE, ""], sampling={"max_tokens": 4})
+    assert submit.cache_salt not in salts.values()
+    assert all(len(salt) == 64 for salt in salts.values())
+    for salt in ("", "s"):
+        assert salts[ALICE, salt] == salts[ALICE_2, salt], "a tenant's keys share"
+    assert len(set(salts.values())) == 12
+
+
+async def test_quota_is_named_with_when_to_come_again(router):
+    _, submit = await router.submitted(BOB, sampling={"max_tokens": 4})
+    error = await failure(router.generate(BOB, sampling={"max_tokens": 4}))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max_concurrent_requests is 1" in error.details()
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    details = status_pb2.Status.FromString(packed).details
+    assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
+    headers = {"Authorization": f"Bearer {BOB}"}
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+    async with router.http.post("/v1/completions", headers=headers, json=body) as response:
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+    await router.submitted(ALICE)  # others are served
+    await router.finish(submit)
+
+
+async def test_quota_is_free_again_however_a_request_ends(router):
+    small = {"max_tokens": 4}
+    error = await failure(router.generate(BOB, sampling={"max_tokens": 41}))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "max_tokens_in_flight" in error.details()
+    call, submit = await router.submitted(BOB, sampling=small)
+    call.cancel()
+    await router.scheduler.cancels.get()
+    call, submit = await router.submitted(BOB, sampling=small)
+    await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    await failure(call)
+    call, submit = await router.submitted(BOB, sampling=small)
+    await router.finish(submit)
+    async for _ in call:
+        pass
+    await router.submitted(BOB, sampling=small)
+
+
+async def test_what_runs_on_without_its_client_is_still_in_flight(router):
+    call, _ = await router.submitted(BOB, sampling={"max_tokens": 30}, resumable=True)
+    call.cancel()
+    await router.scheduler.leaves.get()
+    error = await failure(router.generate(BOB, sampling={"max_tokens": 30}))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "tokens in flight" in error.details()
+
+
+async def test_another_tenants_request_is_neither_resumed_nor_cancelled(router):
+    _, alices = await router.submitted(ALICE, request_id="mine", resumable=True)
+    resume = inference_pb2.ResumeRequest(request_id="mine")
+    cancel = inference_pb2.CancelRequest(request_id="mine")
+    forged = (*bearer(OPERATOR), ("x-quire-tenant", "alice"))
+    for metadata in (forged, (*bearer(BOB), ("x-quire-tenant", "alice"))):
+        for call in (
+            router.stub.Resume(resume, metadata=metadata),
+            router.stub.Cancel(cancel, metadata=metadata),
+        ):
+            assert (await failure(call)).code() is grpc.StatusCode.PERMISSION_DENIED
+    call = router.stub.Resume(resume, metadata=bearer(BOB))
+    asked = await router.scheduler.resumes.get()
+    assert (asked.request_id, asked.tenant) == ("mine", "bob")
+    call.cancel()
+    assert router.scheduler.cancels.empty()
+    await router.scheduler.step({alices.first_seq_key: [70]})

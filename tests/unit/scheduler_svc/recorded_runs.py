@@ -1,0 +1,138 @@
+"""Random runs of a scheduler core with a simulated worker, recorded as the scheduler does it."""
+
+import contextlib
+import io
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from quire.v1 import recording_pb2
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import (
+    RequestRefusedError,
+)
+from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.domain import ModelInfo, WorkerInfo
+from scheduler_svc.recording import Recordings
+from scheduler_svc.replay import replay
+from scheduler_svc.wire.frames import MAGIC, read_frames, to_frame
+from tests.property.worker import SEARCH, FakeWorker
+
+CONFIG = SchedulerConfig(
+    num_blocks=10,
+    block_size=2,
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    max_model_len=24,
+    max_waiting=6,
+    watermark=0.0,
+    eviction=Eviction.LFU,
+)
+INFO = WorkerInfo("w/0", "none", ModelInfo("m", 24, 2, (1,)), 4, 8, 10, 2)
+
+
+class Driver:
+    """Routers and a worker around a core, who do what the dice say."""
+
+    searches = 0.0
+
+    def __init__(self, core, seed):
+        self.core = core
+        self.dice = random.Random(seed)
+        self.more_dice = random.Random(f"more {seed}")  # so that requests are what they were
+        self.worker = FakeWorker(core.config)
+        self.unanswered = deque()
+        self.now = 100.0
+        self.num_submitted = 0
+        self.plans = []
+
+    def run(self, num_turns):
+        actions = [self.submit, self.schedule, self.schedule, self.update, self.update]
+        for _ in range(num_turns):
+            self.now += 0.25
+            self.dice.choice(actions)()
+            if self.dice.random() < 0.03:
+                self.core.cancel(SourceId(0), [self.dice.randrange(self.num_submitted + 1)])
+            if self.dice.random() < 0.01:
+                self.core.cancel_source(SourceId(1))
+            if self.more_dice.random() < 0.01:
+                self.core.defragment()
+        for _ in range(300):
+            self.schedule()
+            self.update()
+
+    def submit(self):
+        prompt = [self.dice.randrange(2) for _ in range(self.dice.randint(1, 12))]
+        n = self.dice.randint(1, 2)
+        request = Request(
+            source=SourceId(self.dice.randrange(2)),
+            first_seq_key=SeqKey(self.num_submitted),
+            request_id=f"r{self.num_submitted}",
+            prompt_token_ids=np.array(prompt, np.int32),
+            n=n,
+            max_tokens=self.dice.randint(1, 14),  # some are too long
+            sampling=b"",
+            cache_pin_s=self.more_dice.choice([None, None, 5.0]),
+        )
+        if self.dice.random() < 0.1:
+            known = OutputSoFar(np.array([0], np.int32), finished=False)
+            request = replace(request, max_tokens=9, outputs=(known,) * n)
+        elif self.searches and self.dice.random() < self.searches:
+            beam = BeamParams(2, (1,), self.dice.random(), EarlyStopping.NEVER)
+            request = replace(request, sampling=SEARCH, beam=beam)
+        self.num_submitted += n
+        with contextlib.suppress(RequestRefusedError):
+            self.core.submit(request, self.now)
+
+    def schedule(self):
+        if (plan := self.core.schedule(self.now)) is not None:
+            self.plans.append(plan)
+            self.unanswered.append(self.worker.execute(plan))
+
+    def update(self):
+        if self.unanswered:
+            self.core.update(self.unanswered.popleft())
+
+
+class DriverOfSearches(Driver):
+    """A driver who has half of the requests search."""
+
+    searches = 0.5
+
+
+class DriverOfBadMemory(Driver):
+    """A driver whose worker's host blocks go bad."""
+
+    def schedule(self):
+        if self.dice.random() < 0.2:
+            self.worker.corrupt_host([self.dice.randrange(self.core.config.num_host_blocks)])
+        super().schedule()
+
+
+def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):
+    """Record a random run; give the file and who drove it."""
+    with Recordings(folder, max_bytes, epoch=7) as records, records.open_core(INFO, config) as core:
+        driver = Driver(core, seed)
+        driver.run(num_turns)
+    (path,) = folder.iterdir()
+    return path, driver
+
+
+def replay_bytes(content, **options):
+    return replay(io.BytesIO(content), **options)
+
+
+def rewrite(path, change):
+    """Give the recording's content with each entry as `change` leaves it, checksums right."""
+    with path.open("rb") as file:
+        header, *payloads = read_frames(file)
+    content = MAGIC + to_frame(header)
+    for payload in payloads:
+        entry = recording_pb2.RecordingEntry.FromString(payload)
+        change(entry)
+        content += to_frame(entry.SerializeToString())
+    return content
