@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.service import Service
+from tests.e2e.trace_collector import TraceCollector
 from tests.models_fixture import ModelDirs
 
 _HERE = Path(__file__).parent
@@ -50,4 +51,27 @@ def long_llama(model_dirs: ModelDirs) -> Path:
 def service(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
     """The service that tests share which do not break, stop or configure it."""
     with Service(run_dir(), long_llama, worker=["--num-blocks=1024"]) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[TraceCollector]:
+    with TraceCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def traced(
+    collector: TraceCollector, long_llama: Path, run_dir: Callable[[], Path]
+) -> Iterator[Service]:
+    """A service that exports its spans, soon after they end."""
+    endpoint = f"--otlp-traces-endpoint={collector.endpoint}"
+    with Service(
+        run_dir(),
+        long_llama,
+        worker=["--num-blocks=256", "--served-model-name=tiny", endpoint],
+        scheduler=[endpoint],
+        router=["--served-model-name=tiny", endpoint],
+        env={"OTEL_BSP_SCHEDULE_DELAY": "100"},
+    ) as service:
         yield service
