@@ -53,6 +53,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+DEFAULT_SAMPLING = SamplingParams()
+"""As the service likes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
     """A search for the likeliest outputs; see `quire.v1.BeamSearch` for each field."""

@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -78,7 +78,7 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
-    """Turn what awaiting a call raises into a QuireError.
+    """Turn what making, awaiting or reading a call raises into a QuireError.
 
     A call whose channel is closed meanwhile raises CancelledError, though nobody cancelled the task
     that awaits it; let through, that would end the task.
@@ -88,8 +88,9 @@ def calling() -> Iterator[None]:
     """
     try:
         yield
-    except grpc.aio.AioRpcError as error:
-        raise status_to_error(error) from error
+    except grpc.RpcError as error:
+        # Synchronous calls raise a private class that has the same methods.
+        raise status_to_error(cast("grpc.aio.AioRpcError", error)) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
