@@ -9,7 +9,7 @@ import grpc.aio
 import structlog
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.errors import PermissionDeniedError
+from rpc.errors import InvalidArgumentError, PermissionDeniedError
 
 ADMIN_SERVICE_NAME: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
@@ -30,14 +30,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         check_operator: Callable[[], None] | None,
         has_client_certificates: bool,
         obeys_loopback: bool,
+        drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     ) -> None:
         """`check_operator` raises unless the call is an operator's; None: calls have no keys.
 
         Without keys and certificates it is obeyed by a Unix socket, which its permissions guard;
         `obeys_loopback`: by the loopback interface, too, which any proxy on the machine calls by.
+        `drain_worker` has a worker of this scheduler drain, and yields what is live there.
         """
         self._stopping = stopping
         self._num_live = num_live
+        self._drain_worker = drain_worker
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
         self._local_peers = ("unix:", *_LOOPBACK_PEERS) if obeys_loopback else ("unix:",)
@@ -49,8 +52,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
         """Begin the drain, and tell of it until it is over."""
-        del request
         self._check(context.peer())
+        if request.worker:
+            if self._drain_worker is None:
+                raise InvalidArgumentError("worker", "is set; only a scheduler has workers drain")
+            log.info("told to have a worker drain", peer=context.peer(), worker=request.worker)
+            async for num_live in self._drain_worker(request.worker):
+                yield admin_pb2.DrainResponse(num_live=num_live)
+            return
         log.info("told to drain", peer=context.peer())
         self._stopping.set()
         last: int | None = None

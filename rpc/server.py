@@ -6,7 +6,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ async def serve(
     stop: asyncio.Event | None = None,
     num_live: Callable[[], int] = lambda: 0,
     check_operator: Callable[[], None] | None = None,
+    drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -71,7 +72,8 @@ async def serve(
     ends the process at once.
 
     `AdminService` stops it, too: `num_live` says what there is yet to end, and `check_operator`
-    raises unless the present call is an operator's; without it, see `rpc.admin`.
+    raises unless the present call is an operator's; without it, see `rpc.admin`, and there also for
+    `drain_worker`.
 
     Raises CannotListenError if an address cannot be had, and whatever `on_started` raises.
     """
@@ -84,6 +86,7 @@ async def serve(
         check_operator=check_operator,
         has_client_certificates=settings.tls_client_ca is not None and settings.uds is None,
         obeys_loopback=settings.local_drain,
+        drain_worker=drain_worker,
     )
     server = make_grpc_server(settings, services, interceptors)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]

@@ -33,6 +33,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerClientConfig, attach
+from scheduler_svc.worker_drain import drain_worker
 
 _MIB = 1024 * 1024
 
@@ -148,6 +149,7 @@ async def _run_scheduler(
             on_started=start,
             on_drain=fleet.drain,
             num_live=lambda: fleet.num_live_seqs,
+            drain_worker=partial(drain_worker, fleet.roster, settings.client_tls),
             stop=stop,
         )
     finally:

@@ -19,20 +19,26 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(DrainSettings, "quire drain", argv)
     with connection_errors(settings.target):
         _drain(settings)
-    print(f"{settings.target} has drained, and ends")
+    print(f"{settings.worker or settings.target} has drained, and ends")
     return 0
 
 
 def _drain(settings: DrainSettings) -> None:
     key = settings.api_key.get_secret_value()
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    request = admin_pb2.DrainRequest(worker=settings.worker)
+    name = settings.worker or settings.target
     has_begun = False
     with open_blocking_channel(settings.target, tls=settings.client_tls) as channel:
         stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            for told in stub.Drain(admin_pb2.DrainRequest(), metadata=metadata):
+            for told in stub.Drain(
+                admin_pb2.DrainRequest(worker=settings.worker), metadata=metadata
+            ):
                 has_begun = True
-                print(f"{settings.target} drains: {told.num_live} live", flush=True)
+                print(
+                    f"{settings.worker or settings.target} drains: {told.num_live} live", flush=True
+                )
         except grpc.RpcError as error:
             if not has_begun:  # else it has ended before it could say so
                 raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None

@@ -177,6 +177,8 @@ class DrainSettings(RouterClientSettings):
 
     target: CliPositionalArg[str]
     """The process's gRPC: host:port, or unix:/path."""
+    worker: str = ""
+    """At a scheduler: the worker that it has drain in its place, by the target that it knows."""
 
 
 class _CommandSettings(BaseSettings):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\"\x0e\n\x0c\x44rainRequest\"!\n\rDrainResponse\x12\x10\n\x08num_live\x18\x01 \x01(\r2J\n\x0c\x41\x64minService\x12:\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"!\n\rDrainResponse\x12\x10\n\x08num_live\x18\x01 \x01(\r2J\n\x0c\x41\x64minService\x12:\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.admin_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAINREQUEST']._serialized_start=34
-  _globals['_DRAINREQUEST']._serialized_end=48
-  _globals['_DRAINRESPONSE']._serialized_start=50
-  _globals['_DRAINRESPONSE']._serialized_end=83
-  _globals['_ADMINSERVICE']._serialized_start=85
-  _globals['_ADMINSERVICE']._serialized_end=159
+  _globals['_DRAINREQUEST']._serialized_end=64
+  _globals['_DRAINRESPONSE']._serialized_start=66
+  _globals['_DRAINRESPONSE']._serialized_end=99
+  _globals['_ADMINSERVICE']._serialized_start=101
+  _globals['_ADMINSERVICE']._serialized_end=175
 # @@protoc_insertion_point(module_scope)

@@ -16,8 +16,10 @@ from quire.v1 import admin_pb2, admin_pb2_grpc
 class FakeProcess(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self) -> None:
         self.key = ""
+        self.worker = ""
 
-    async def Drain(self, request, context):  # noqa: ARG002, N802
+    async def Drain(self, request, context):  # noqa: N802
+        self.worker = request.worker
         if (
             self.key
             and ("authorization", f"Bearer {self.key}") not in context.invocation_metadata()
@@ -47,6 +49,13 @@ async def test_it_says_what_is_live_until_it_has_drained(process, capsys):
         f"{target} drains: 0 live",
         f"{target} has drained, and ends",
     ]
+
+
+async def test_a_scheduler_has_a_worker_drain(process, capsys):
+    target, fake = process
+    assert await asyncio.to_thread(main, ["drain", target, "--worker", "w:1"]) == 0
+    assert fake.worker == "w:1"
+    assert capsys.readouterr().out.splitlines()[-1] == "w:1 has drained, and ends"
 
 
 async def test_a_router_is_shown_the_key(process, capsys):

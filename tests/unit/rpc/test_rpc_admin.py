@@ -35,6 +35,28 @@ async def test_a_process_drains_and_tells_of_it_until_it_has_drained(run_server,
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_only_a_scheduler_has_workers_drain(run_server, settings):
+    asked = []
+
+    async def drain_worker(worker):
+        asked.append(worker)
+        yield 2
+        yield 0
+
+    stop, request = asyncio.Event(), admin_pb2.DrainRequest(worker="w:1")
+    async with (
+        run_server(settings, stop=stop, drain_worker=drain_worker) as addresses,
+        open_channel(addresses.grpc) as channel,
+    ):
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(request)
+        assert [told.num_live async for told in call] == [2, 0]
+        assert asked == ["w:1"]
+        assert not stop.is_set()
+    async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(request)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_who_is_no_operator_is_refused_and_the_process_goes_on(run_server, settings):
     def check_operator():
         raise PermissionDeniedError("a tenant's key")

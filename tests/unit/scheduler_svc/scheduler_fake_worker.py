@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.packing import pack_int32, unpack_int32
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
@@ -50,6 +50,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, target, *, num_blocks=256, block_size=4, max_num_seqs=64, model_id="fake"):
         self.target = target
+        self.num_drains = 0
         self.info = worker_pb2.WorkerInfo(
             worker_id="w",
             device="none",
@@ -90,9 +91,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def start(self):
         self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
         return self
+
+    async def Drain(self, request, context):  # noqa: ARG002, N802
+        self.num_drains += 1
+        yield admin_pb2.DrainResponse(num_live=3)
+        yield admin_pb2.DrainResponse(num_live=0)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "as if the process had ended")
 
     async def die(self):
         await self._server.stop(None)

@@ -7,6 +7,9 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import running_scheduler
 
+from quire.v1 import admin_pb2, admin_pb2_grpc
+from rpc.channel import open_channel
+
 pytestmark = pytest.mark.timeout(20)
 
 
@@ -60,3 +63,17 @@ async def test_sequences_of_the_only_worker_wait_for_the_next_one(folder, worker
         await router.read_until_finished(1, 2)
     for key in (1, 2):
         assert router.tokens[key] == expected_tokens([key, 2, 3], 60)
+
+
+async def test_a_scheduler_has_the_worker_drain_that_is_named(folder, worker, other, connect):
+    async with running_scheduler(folder, [worker.target, other.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        async with open_channel(scheduler.target) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            call = stub.Drain(admin_pb2.DrainRequest(worker=other.target))
+            assert [told.num_live async for told in call] == [3, 0]
+            assert (worker.num_drains, other.num_drains) == (0, 1)
+            call = stub.Drain(admin_pb2.DrainRequest(worker="nowhere:1"))
+            assert await call.code() is grpc.StatusCode.NOT_FOUND
+            assert worker.target in await call.details()

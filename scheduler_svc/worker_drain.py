@@ -1,0 +1,38 @@
+"""Has a worker drain and end for an operator who knows, or reaches, its scheduler only."""
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from quire.v1 import admin_pb2, admin_pb2_grpc
+from rpc.channel import open_channel
+from rpc.errors import UnavailableError
+from rpc.status import calling
+from rpc.tls import ClientTls
+from scheduler_svc.roster import Roster
+
+
+async def drain_worker(roster: Roster, tls: ClientTls | None, worker: str) -> AsyncIterator[int]:
+    """Tell a worker to drain; yield how many of its sequences are live, until it has drained.
+
+    It moves them to others by this scheduler, as if it had been told itself.
+
+    Raises:
+        NotFoundError: There is no such worker.
+        QuireError: What the worker says: it may not obey this scheduler's machine or certificate.
+    """
+    target = roster.engine(worker).target
+    has_begun = False
+    async with open_channel(target, tls=tls) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Drain(admin_pb2.DrainRequest())
+        try:
+            with calling():
+                while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    has_begun = True
+                    yield told.num_live
+        except UnavailableError:
+            if not has_begun:  # else it has ended before it could say so
+                raise
+        finally:
+            call.cancel()
