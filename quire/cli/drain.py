@@ -32,13 +32,9 @@ def _drain(settings: DrainSettings) -> None:
     with open_blocking_channel(settings.target, tls=settings.client_tls) as channel:
         stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            for told in stub.Drain(
-                admin_pb2.DrainRequest(worker=settings.worker), metadata=metadata
-            ):
+            for told in stub.Drain(request, metadata=metadata):
                 has_begun = True
-                print(
-                    f"{settings.worker or settings.target} drains: {told.num_live} live", flush=True
-                )
+                print(f"{name} drains: {told.num_live} live", flush=True)
         except grpc.RpcError as error:
             if not has_begun:  # else it has ended before it could say so
                 raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None
