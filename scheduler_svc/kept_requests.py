@@ -151,10 +151,12 @@ class KeptRequests:
     def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
         """Take a request from its owner, whose client has left; False if it is not kept.
 
-        `seq_key` is what the owner calls one of its sequences.
+        `seq_key` is what the owner calls one of its sequences. If another call has it by now,
+        nothing changes.
         """
-        kept = self._find(*self._resumed.get(stream, {}).get(seq_key, (stream.source, seq_key)))
-        if kept is None or kept.owner is not stream:
+        if (name := self._in_core(stream, seq_key)) is None:
+            return True
+        if (kept := self._find(*name)) is None:
             return False
         self._read(kept.source)
         stream.release(self._as_called(kept, kept.owner_seq_key))
@@ -179,12 +181,11 @@ class KeptRequests:
     def by_source(
         self, stream: RouterStream, seq_keys: Iterable[int]
     ) -> Mapping[SourceId, list[SeqKey]]:
-        """Say what the core calls sequences of a stream."""
-        resumed = self._resumed.get(stream, {})
+        """Say what the core calls sequences of a stream; not those that another call has by now."""
         named: dict[SourceId, list[SeqKey]] = {}
         for seq_key in seq_keys:
-            source, key = resumed.get(seq_key, (stream.source, SeqKey(seq_key)))
-            named.setdefault(source, []).append(key)
+            if (name := self._in_core(stream, seq_key)) is not None:
+                named.setdefault(name[0], []).append(name[1])
         return named
 
     # --- what comes of them ---------------------------------------------------------------------
@@ -269,6 +270,18 @@ class KeptRequests:
         for finished in news.finished:
             if (found := find(finished.seq_key)) is not None:
                 found[0].outputs[found[1]].end = deepcopy(finished)
+
+    def _in_core(self, stream: RouterStream, seq_key: int) -> tuple[SourceId, SeqKey] | None:
+        """Say what the core calls a sequence of a stream; None: another call has it by now.
+
+        Who lost a request may not have heard of it: what it says of it must end nothing.
+        """
+        if (name := self._resumed.get(stream, {}).get(seq_key)) is not None:
+            return name
+        kept = self._find(stream.source, seq_key)
+        if kept is not None and (kept.owner, kept.owner_seq_key) != (stream, kept.first_seq_key):
+            return None
+        return stream.source, SeqKey(seq_key)
 
     def _find(self, source_id: SourceId, key: int) -> KeptRequest | None:
         source = self._sources.get(source_id)

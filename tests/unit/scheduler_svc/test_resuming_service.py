@@ -67,6 +67,21 @@ async def test_the_router_before_hears_that_it_is_over_and_no_more(folder, worke
         assert second.finished[41].finish_reason == common_pb2.FINISH_REASON_CANCELLED
 
 
+@pytest.mark.parametrize("last_word", ["leave", "cancel"])
+async def test_what_the_router_before_says_late_ends_nothing(folder, worker, connect, last_word):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
+        await begin(first, worker)
+        await second.resume("request-7", 40)
+        await second.read_until(lambda: 40 in second.resumed)
+        await getattr(first, last_word)(7, 8)  # as if it had not heard yet that it is over
+        await first.submit(20, PROMPT, max_tokens=1)
+        worker.resume()
+        await first.read_until_finished(20)
+        await second.read_until_finished(40, 41)
+        assert has_all(second, 40)
+
+
 async def test_nobody_resumes_and_it_ends(folder, worker, connect):
     async with running_scheduler(folder, [worker.target], resume_grace_s=0.1) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
