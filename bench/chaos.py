@@ -72,7 +72,7 @@ async def do_harm(
     """Draw a fault after each pause; one in four comes before the one before is mended."""
     for pause_s, fault in zip(pauses_s, service.draw(chance, hang_s), strict=False):
         await asyncio.sleep(pause_s)
-        print(f"  {len(run.faults):4} {fault}", flush=True)
+        print(f"  {len(run.faults):4} {time.strftime('%H:%M:%S')} {fault}", flush=True)
         run.faults.append((time.monotonic(), fault.kind))
         await service.befall(fault)
         if chance.random() < 0.75:

@@ -110,7 +110,7 @@ class ChaosService:
                 scheduler,
                 "scheduler_svc",
                 "--workers=" + ",".join(self._target(f"to-{worker}") for worker in workers),
-                *("--claim-s=5", "--resume-grace-s=10"),
+                "--claim-s=5",
                 *(("--standby",) if has_standby else ()),
             )
         self.links = {name: self._link(f"to-{name}", name) for name in self._schedulers}

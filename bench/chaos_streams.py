@@ -92,9 +92,12 @@ class Verdict:
                 a != b for a, b in zip(got.token_ids, wanted.token_ids, strict=False)
             )
             if (got.text, got.end) != (wanted.text, wanted.end) and stream.error is None:
-                self.errors.append(f"output {index}: {got.end}, not {wanted.end}: {got.text!r}")
+                self._note(f"output {index}: {got.end}, not {wanted.end}: {got.text!r}")
         if stream.error is not None:
-            self.errors.append(stream.error)
+            self._note(stream.error)
+
+    def _note(self, error: str) -> None:
+        self.errors.append(f"{time.strftime('%H:%M:%S')} {error}")  # as the processes' logs do
 
 
 def make_cases(chance: random.Random, num: int) -> list[Case]:
