@@ -144,7 +144,8 @@ class StructuredOutput:
     def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> _Masks:
         """Work out which tokens may not come next; none may if a grammar is lost."""
         admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)  # bits
-        first, num_bytes = admitted.ctypes.data, admitted.strides[0]  # asking costs more than a mask
+        first = admitted.ctypes.data  # to ask for it costs more than a mask
+        num_bytes = admitted.strides[0]
         for place, matcher in enumerate(matchers):
             if not matcher.is_error():
                 matcher.unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
