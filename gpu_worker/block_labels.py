@@ -8,11 +8,16 @@ anew from its first slot, or copied over.
 Nothing here is a wait: what a GPU copies later, in the order of its stream, counts as copied.
 """
 
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from gpu_worker.holdings import HeldBlocks, Labels
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
+
+_T = TypeVar("_T", bound=np.generic)
 
 
 class TierLabels:
@@ -48,6 +53,11 @@ class TierLabels:
         named = np.flatnonzero(self._ages)
         is_wrong = [label.tobytes() in wrong for label in self._labels[named]]
         self._ages[named[np.array(is_wrong, np.bool_)]] = 0
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks; those that come have no label."""
+        self._labels = _resized(self._labels, num_blocks)
+        self._ages = _resized(self._ages, num_blocks)
 
     def clear(self) -> None:
         """Leave all blocks without labels."""
@@ -141,6 +151,11 @@ class BlockLabels:
         self._is_void[:] = False
         self.forget_disk_moves()
 
+    def resize_device(self, num_blocks: int) -> None:
+        """Have `num_blocks` device blocks."""
+        self.device.resize(num_blocks)
+        self._is_void = _resized(self._is_void, num_blocks)
+
     def has_void(self, blocks: Int32Array) -> bool:
         """Whether one of int32[N] device blocks is void."""
         return bool(self._is_void[blocks].any())
@@ -186,6 +201,14 @@ class BlockLabels:
     def _avoid(self, blocks: Int32Array) -> None:
         self.device.take(blocks)
         self._is_void[blocks] = True
+
+
+def _resized(values: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
+    """The first of them, or all and zeros."""
+    resized = np.zeros((length, *values.shape[1:]), values.dtype)
+    num_kept = min(length, len(values))
+    resized[:num_kept] = values[:num_kept]
+    return resized
 
 
 def _pairs(src: Int32Array, dst: Int32Array) -> list[tuple[int, int]]:

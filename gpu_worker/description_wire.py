@@ -39,6 +39,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         instance_id=info.instance_id,
         takes_kv=info.takes_kv,
         num_draft_tokens=info.num_draft_tokens,
+        max_num_blocks=info.max_num_blocks,
     )
 
 

@@ -21,6 +21,7 @@ from gpu_worker.block_labels import BlockLabels
 from gpu_worker.busy_clock import BusyClock
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.drafter import Drafter
+from gpu_worker.elastic_memory import OutOfMemoryError
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
@@ -45,6 +46,7 @@ from gpu_worker.step_parts import TokenLimit, halves, merged
 from gpu_worker.structured_output import StructuredOutput
 from gpu_worker.upload import upload
 from rpc import timeline
+from rpc.errors import FailedPreconditionError
 
 _log = structlog.get_logger()
 
@@ -70,6 +72,9 @@ class Pool(Protocol):
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks, int64[N] each; all reads happen before the writes."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +202,28 @@ class Executor:
         self._spans.clear(time.time())
         self._sampler.release(range(self._limits.max_num_seqs))
         self.rows.clear()
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Let the device have `num_blocks` blocks, when all steps are collected.
+
+        Contents of those that stay are left as they are; those that come are zero.
+
+        Raises:
+            FailedPreconditionError: A row has a block that would go, or there is no memory for
+                more; nothing has changed.
+        """
+        row = self.rows.first_with_block_from(num_blocks)
+        if row is not None:
+            raise FailedPreconditionError(
+                f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
+            )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies may still read what goes
+        try:
+            self._pool.resize(num_blocks)
+        except OutOfMemoryError as error:
+            raise FailedPreconditionError(f"num_blocks is {num_blocks}: {error}") from error
+        self.labels.resize_device(num_blocks)
 
     def close(self) -> None:
         """End what runs besides the calling thread; nothing may be called afterwards."""

@@ -1,13 +1,14 @@
 """The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
 
-Symbols: `B` blocks, `P` block size (token slots), `HKV` kv heads, `D` head dim, `Y` bytes of a
-block.
+Symbols: `B` blocks, those that the pool could be resized to included, `P` block size (token slots),
+`HKV` kv heads, `D` head dim, `Y` bytes of a block.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.elastic_memory import ElasticMemory
 from gpu_worker.kv_layout import KvDtypes, Side, block_layout
 from gpu_worker.model_config import ModelConfig
 from kernels import ops
@@ -28,6 +29,9 @@ class KvPool:
     Block-major, so that moving a block is one contiguous transfer; `kv_layout.py` says what a block
     holds where. The pool gives out no block and knows no owner; whoever writes obeys the
     scheduler's block numbers. It changes by `store_kv` through the views and by `copy`.
+
+    Over elastic memory it can be resized. The views are of all blocks that there may ever be, so
+    that they stay as they are; those from `num_blocks` on must not be read or written.
     """
 
     def __init__(
@@ -37,16 +41,32 @@ class KvPool:
         block_size: int,
         dtypes: KvDtypes,
         device: torch.device,
+        memory: ElasticMemory | None = None,
     ) -> None:
-        """Allocate it zeroed: an unwritten slot may be read and multiplied by 0."""
+        """Allocate it zeroed: an unwritten slot may be read and multiplied by 0.
+
+        Args:
+            config: of the model, or its part that is here.
+            num_blocks: at first.
+            block_size: token slots.
+            dtypes: what K and V are stored in.
+            device: where.
+            memory: `num_blocks` blocks of it, on that device; None: memory of a fixed size.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         self.layout = block_layout(config, block_size, dtypes)
         self.block_bytes = self.layout.block_bytes
-        self._blocks = torch.zeros(  # [B, Y]
-            num_blocks, self.block_bytes, dtype=torch.uint8, device=device
-        )
+        self._memory = memory
+        if memory is None:
+            self._blocks = torch.zeros(  # [B, Y]
+                num_blocks, self.block_bytes, dtype=torch.uint8, device=device
+            )
+        else:
+            max_blocks = len(memory.bytes) // self.block_bytes
+            whole = memory.bytes[: max_blocks * self.block_bytes]
+            self._blocks = whole.view(max_blocks, self.block_bytes)
         slots = (block_size, config.num_kv_heads)
         self._keys = tuple(self._cache(side, slots, config.head_dim) for side in self.layout.keys)
         self._values = tuple(
@@ -76,6 +96,16 @@ class KvPool:
     def blocks_as_bytes(self) -> torch.Tensor:
         """All blocks, as moving them sees them: a view uint8[B, Y]."""
         return self._blocks
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks, at least 1; those that come are zero, those that go are lost.
+
+        Raises:
+            OutOfMemoryError: There is no room; nothing has changed.
+        """
+        assert self._memory is not None, "the pool's size is fixed"
+        self._memory.resize(num_blocks * self.block_bytes)
+        self.num_blocks = num_blocks
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks `src` to `dst`, as if every read came before every write.

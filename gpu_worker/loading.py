@@ -69,6 +69,7 @@ def load(
         host_codec=str(settings.host_codec),
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=leader is None,
+        max_num_blocks=loaded.max_num_blocks,
     )
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(loaded.device))
@@ -83,6 +84,7 @@ def load(
         max_model_len=limits.max_model_len,
         num_blocks=limits.num_blocks,
         kv_tokens=limits.num_blocks * limits.block_size,
+        max_num_blocks=info.max_num_blocks,
         kv_gib=round(limits.num_blocks * info.block_bytes / _GIB, 3),
         num_host_blocks=limits.num_host_blocks,
         num_disk_blocks=limits.num_disk_blocks,

@@ -59,9 +59,8 @@ def free_host_kv_bytes(device: torch.device) -> int:
 def available_bytes() -> int:
     """Memory that this process may still take, as far as the system tells."""
     bounds = []
-    if _MEMINFO.exists():
-        fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-        bounds.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    if (available := _meminfo().get("MemAvailable")) is not None:
+        bounds.append(available)
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
         bounds.append(int(most) - int(used.read_text()))
@@ -73,6 +72,27 @@ def device_available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
+
+
+def device_total_bytes(device: torch.device) -> int:
+    """Memory that the device has in all; a CPU's is what the machine lets the process have."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    bounds = []
+    if (total := _meminfo().get("MemTotal")) is not None:
+        bounds.append(total)
+    limit = _CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        bounds.append(int(most))
+    return min(bounds, default=2 * _DEFAULT_CPU_BYTES)
+
+
+def _meminfo() -> dict[str, int]:
+    """What the kernel tells of the machine's memory, in bytes."""
+    if not _MEMINFO.exists():
+        return {}
+    fields = (line.split(":") for line in _MEMINFO.read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, value in fields}
 
 
 def free_gpu_kv_bytes(

@@ -26,6 +26,7 @@ from gpu_worker.ngram_drafter import NgramDrafter
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.pool_memory import open_pool_memory
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from gpu_worker.structured_output import StructuredOutput
@@ -59,6 +60,8 @@ class ModelPart:
     dtype: torch.dtype
     block_bytes: int
     """Of a block's parts together."""
+    max_num_blocks: int | None
+    """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
     """Of all processes together."""
 
@@ -107,7 +110,10 @@ def load_part(
     )
     if ranks is not None:
         num_blocks = int(ranks.least(num_blocks)[0])
-    pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device)
+    pool_memory = open_pool_memory(
+        settings, num_blocks, block_bytes(local_config, settings.block_size, dtypes), device
+    )
+    pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device, pool_memory)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers = open_lower_tiers(settings, pool, local_config)
     num_host_blocks = tiers.num_host_blocks
@@ -150,6 +156,7 @@ def load_part(
         dtype=dtype,
         num_threads=num_threads,
         block_bytes=bytes_per_block,
+        max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,
         rates=measured,
         has_structured_output=structured is not None,

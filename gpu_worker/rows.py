@@ -190,6 +190,13 @@ class Rows:
             )
         return tuple(held)
 
+    def first_with_block_from(self, block: int) -> int | None:
+        """The first row whose table names a block of this number or a higher one; None: none."""
+        is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]
+        is_beyond = is_own & (self.block_tables >= block) & self.is_used[:, None]
+        (rows,) = np.nonzero(is_beyond.any(axis=1))
+        return int(rows[0]) if len(rows) else None
+
     def clear(self) -> None:
         """Free all rows."""
         self.is_used[:] = False
@@ -225,11 +232,12 @@ class Rows:
 
     def _rename_blocks(self, src: Int32Array, dst: Int32Array) -> None:
         if len(src):
-            names = np.arange(self._limits.num_blocks, dtype=np.int32)
-            names[src] = dst
             (used,) = np.nonzero(self.is_used)
             width = self.num_blocks[used].max(initial=0)
-            self.block_tables[used, :width] = names[self.block_tables[used, :width]]
+            tables = self.block_tables[used, :width]  # behind a row's own there may be any number
+            names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
+            names[src] = dst
+            self.block_tables[used, :width] = names[tables]
 
     def _schedule(self, step: StepInput) -> ScheduledRows:
         (decoding,) = np.nonzero(self.is_decoding)

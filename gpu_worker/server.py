@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import grpc.aio
 import structlog
 
+from gpu_worker import metrics
 from gpu_worker.description_wire import (
     holdings_to_proto,
     worker_info_to_proto,
@@ -89,6 +90,9 @@ class Steps(HostBlocks, Protocol):
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
         """Queue a step; what it produces, or raises, comes in the future."""
 
+    async def resize_pool(self, num_blocks: int) -> None:
+        """Let the device have `num_blocks` blocks, after the steps taken so far."""
+
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one scheduler at a time: the newest. Until `open` and after `drain` it refuses."""
@@ -105,6 +109,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._num_told = 0
         """Calls that wait to hear that."""
         self._is_draining = False
+        self._resizing: asyncio.Task[None] | None = None
+        """The last one, which somebody must hold."""
         self._heard_s = 0.0
         """When the scheduler was heard of last, by the event loop's clock."""
 
@@ -150,7 +156,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AttachResponse:
         """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
         del context
-        info, steps = self._loaded()
+        _, steps = self._loaded()
         if self._is_leaving.is_set():
             raise UnavailableError("the worker is draining")
         before = self._attachment
@@ -169,6 +175,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             scheduler_id=request.scheduler_id,
             num_held_rows=len(attachment.holdings.rows),
         )
+        info, _ = self._loaded()  # now: it may have been resized under the one before
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
 
     async def ReadHoldings(  # noqa: N802 - the proto's name
@@ -273,6 +280,33 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             tls=self._tls,
         )
         return worker_pb2.PullKvResponse()
+
+    async def ResizePool(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.ResizePoolRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.ResizePoolResponse:
+        """Let the device have more blocks, or fewer."""
+        del context
+        info, steps = self._loaded()
+        self._attachment_of(request.epoch)
+        if (most := info.max_num_blocks) is None:
+            raise UnimplementedError(f"the number of blocks of {info.worker_id} is fixed")
+        if not 1 <= request.num_blocks <= most:
+            raise InvalidArgumentError(
+                "num_blocks", f"is {request.num_blocks}; it must be in [1, {most}]"
+            )
+        # It goes on if the caller is gone: what there is then must be known.
+        self._resizing = asyncio.create_task(self._resize(steps, request.num_blocks))
+        await asyncio.shield(self._resizing)
+        return worker_pb2.ResizePoolResponse()
+
+    async def _resize(self, steps: Steps, num_blocks: int) -> None:
+        await steps.resize_pool(num_blocks)
+        assert self._info is not None, "it was loaded"
+        before = self._info.limits.num_blocks
+        limits = replace(self._info.limits, num_blocks=num_blocks)
+        self._info = replace(self._info, limits=limits)
+        metrics.KV_BYTES.set(num_blocks * self._info.block_bytes)
+        _log.info("resized", num_blocks=num_blocks, num_blocks_before=before)
 
     async def AwaitDrain(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -56,6 +56,10 @@ class WorkerSettings(ProcessSettings):
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU
     1 GiB or half of what is free, whichever is less."""
+    max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """KV memory in GiB that the pool can be grown to while it is used (quire resize); only
+    addresses are reserved for it. 0: its size is fixed. Unset: what the device has in all, on a CPU
+    the machine; on several devices, and with draft-model, it is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What KV is stored in: auto is what the model computes in; int8 or fp8 (e4m3) take about half
     the room of bfloat16, so twice the tokens fit. Each slot and kv head has a scale."""
@@ -236,6 +240,11 @@ class WorkerSettings(ProcessSettings):
                 f"disk_kv_memory_gb is {self.disk_kv_memory_gb}; it must be 0 with"
                 " tensor_parallel_size or pipeline_parallel_size"
             )
+        if self.max_kv_memory_gb:
+            raise ValueError(
+                f"max_kv_memory_gb is {self.max_kv_memory_gb}; it must be 0 with"
+                " tensor_parallel_size or pipeline_parallel_size"
+            )
         if ":" in self.device and self.num_local_ranks > 1:
             raise ValueError(
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
@@ -254,6 +263,11 @@ class WorkerSettings(ProcessSettings):
             given = "unset" if self.draft_model is None else self.draft_model
             raise ValueError(
                 f"draft_model is {given}; it must be set if speculative is draft, and only then"
+            )
+        if self.draft_model is not None and self.max_kv_memory_gb:
+            raise ValueError(
+                f"max_kv_memory_gb is {self.max_kv_memory_gb}; it must be 0 with draft_model, whose"
+                " KV has as many blocks"
             )
         if self.speculative is not None and self.num_draft_tokens >= self.block_size:
             raise ValueError(

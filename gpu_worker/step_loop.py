@@ -55,6 +55,8 @@ class _Step:
 class _Call:
     function: Callable[[AnyExecutor], Any]
     result: "asyncio.Future[Any]"
+    is_between_steps: bool = False
+    """Whether no step may be launched and not collected when it is called."""
 
 
 class _Stop:
@@ -112,6 +114,16 @@ class StepLoop:
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
         """See `kv_exchange.HostBlocks`."""
         await self._call_executor(lambda executor: _write(executor, block_ids, content))
+
+    async def resize_pool(self, num_blocks: int) -> None:
+        """Let the device have `num_blocks` blocks, after the steps taken so far.
+
+        Raises:
+            FailedPreconditionError: as `Executor.resize_pool`.
+        """
+        await self._call_executor(
+            lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
+        )
 
     async def stop(self) -> None:
         """End the thread; steps that have no result yet get none.
@@ -242,13 +254,17 @@ class StepLoop:
         self._attachment = job.attachment
         self._tell(job.done, holdings)
 
-    async def _call_executor(self, function: Callable[[AnyExecutor], _T]) -> _T:
+    async def _call_executor(
+        self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
+    ) -> _T:
         """Call a function on the executor's thread, after the steps and calls before."""
         result: asyncio.Future[_T] = self._event_loop.create_future()
-        self._jobs.put(_Call(function, result))
+        self._jobs.put(_Call(function, result, is_between_steps))
         return await result
 
     def _do(self, job: _Call) -> None:
+        while job.is_between_steps and self._pending:
+            self._collect()
         try:
             self._tell(job.result, job.function(self._executor))
         except Exception as error:  # noqa: BLE001 - it is the caller's

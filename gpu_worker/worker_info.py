@@ -49,6 +49,8 @@ class WorkerInfo:
 
     takes_kv: bool = True
     """Whether host blocks, if there are any, can be read and written by other workers."""
+    max_num_blocks: int | None = None
+    """Most device blocks that its pool can be resized to; None: its size is fixed."""
     instance_id: int = field(default_factory=new_instance_id)
     """Tells this start of this worker from all others."""
 

@@ -141,6 +141,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,
         disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
         takes_kv=False,
+        max_num_blocks=settings.max_num_blocks or settings.num_blocks,
     )
     steps = SimulatedSteps(
         limits,

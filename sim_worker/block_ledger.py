@@ -41,6 +41,16 @@ class BlockLedger:
             1, 2**64, limits.max_model_len, np.uint64, endpoint=False
         )
 
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` device blocks; those that go are in no table, those that come empty."""
+        self._arrive()
+        num_kept = min(num_blocks, len(self._writer))
+        for name, nothing in (("_num_holders", 0), ("_writer", _NOBODY), ("_slots", 0)):
+            before = getattr(self, name)
+            after = np.full((num_blocks, *before.shape[1:]), nothing, before.dtype)
+            after[:num_kept] = before[:num_kept]
+            setattr(self, name, after)
+
     def clear(self) -> None:
         """Let no row hold anything; the contents stay."""
         self._arrive()

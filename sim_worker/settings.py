@@ -52,6 +52,9 @@ class SimWorkerSettings(ProcessSettings):
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt = 26_000
     """Blocks of KV memory."""
+    max_num_blocks: PositiveInt | None = None
+    """Blocks that the KV memory can be grown to while it is used (quire resize), at least
+    num-blocks; unset: as many."""
     params_b: PositiveFloat = 8.0
     """Parameters of the model, in billions, of two bytes each."""
     bandwidth_gb_s: PositiveFloat = 3350.0
@@ -85,6 +88,11 @@ class SimWorkerSettings(ProcessSettings):
         if tokens < seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
+            )
+        if self.max_num_blocks is not None and self.max_num_blocks < self.num_blocks:
+            raise ValueError(
+                f"max_num_blocks is {self.max_num_blocks}; it must be at least num_blocks,"
+                f" {self.num_blocks}"
             )
         if self.disk_kv_memory_gb and not self.num_host_blocks:
             raise ValueError(

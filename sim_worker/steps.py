@@ -24,7 +24,7 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
-from rpc.errors import UnavailableError, UnimplementedError
+from rpc.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource
@@ -102,6 +102,20 @@ class SimulatedSteps:
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
         """Refuse: there is no KV."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
+
+    async def resize_pool(self, num_blocks: int) -> None:
+        """Have `num_blocks` device blocks; the steps so far are done with those that go.
+
+        Raises:
+            FailedPreconditionError: A row has one of them.
+        """
+        row = self._rows.first_with_block_from(num_blocks)
+        if row is not None:
+            raise FailedPreconditionError(
+                f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
+            )
+        self._ledger.resize(num_blocks)
+        self._labels.resize_device(num_blocks)
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
         """Refuse: there is no KV."""

@@ -11,7 +11,7 @@ from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
 from gpu_worker.rows import Rows
 from gpu_worker.step import StepInput, StepOutput
-from rpc.errors import QuireError
+from rpc.errors import QuireError, UnimplementedError
 
 
 class LeadingExecutor:
@@ -68,6 +68,12 @@ class LeadingExecutor:
         self._leader.tell(Frame(Kind.DISTRUST))
         with self._together():
             self._executor.distrust()
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Refuse: each rank has a pool of its own."""
+        raise UnimplementedError(
+            f"num_blocks is {num_blocks}: a pool that is in parts on several devices is not resized"
+        )
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -25,55 +25,59 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x13\n\x11\x41waitDrainRequest\"\x14\n\x12\x41waitDrainResponse\"4\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"6\n\x0e\x41ttachResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.quire.v1.WorkerInfo\"$\n\x13ReadHoldingsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xa5\x01\n\x14ReadHoldingsResponse\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.quire.v1.HeldRow\x12$\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\x12\"\n\x04host\x18\x03 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\x12\"\n\x04\x64isk\x18\x04 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\"\x89\x01\n\x07HeldRow\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\x12\x13\n\x0bhas_stopped\x18\x05 \x01(\x08\x12\x14\n\x0chad_logprobs\x18\x06 \x01(\x08\"/\n\nHeldBlocks\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06labels\x18\x02 \x01(\x0c\"\x9a\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\"\n\x05model\x18\x03 \x01(\x0b\x32\x13.quire.v1.ModelInfo\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x18\n\x10swap_bytes_per_s\x18\x0b \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x0c \x01(\x01\x12\x17\n\x0fnum_disk_blocks\x18\r \x01(\r\x12\x18\n\x10\x64isk_bytes_per_s\x18\x0e \x01(\x01\x12\x13\n\x0binstance_id\x18\x0f \x01(\x06\x12\x10\n\x08takes_kv\x18\x10 \x01(\x08\x12\x18\n\x10num_draft_tokens\x18\x11 \x01(\r\"\xf5\x02\n\tStepBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x15\n\rreleased_rows\x18\x03 \x01(\x0c\x12,\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x15.quire.v1.NewSequence\x12\x15\n\rappended_rows\x18\x05 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x06 \x01(\x0c\x12)\n\x0bkv_commands\x18\x07 \x01(\x0b\x32\x14.quire.v1.KvCommands\x12\x12\n\nchunk_rows\x18\x08 \x01(\x0c\x12\x12\n\nchunk_lens\x18\t \x01(\x0c\x12\x13\n\x0bnum_decodes\x18\n \x01(\r\x12\x1d\n\x15renamed_src_block_ids\x18\x0b \x01(\x0c\x12\x1d\n\x15renamed_dst_block_ids\x18\x0c \x01(\x0c\x12\x1a\n\x12labelled_block_ids\x18\x0f \x01(\x0c\x12\x0e\n\x06labels\x18\x10 \x01(\x0c\"\x8b\x02\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x14\n\x0coutput_index\x18\n \x01(\r\x12\x10\n\x08identity\x18\x0f \x01(\x0c\"\xc8\x02\n\nKvCommands\x12\x1a\n\x12\x63opy_src_block_ids\x18\x01 \x01(\x0c\x12\x1a\n\x12\x63opy_dst_block_ids\x18\x02 \x01(\x0c\x12\x1e\n\x16swap_out_src_block_ids\x18\x03 \x01(\x0c\x12\x1e\n\x16swap_out_dst_block_ids\x18\x04 \x01(\x0c\x12\x1d\n\x15swap_in_src_block_ids\x18\x05 \x01(\x0c\x12\x1d\n\x15swap_in_dst_block_ids\x18\x06 \x01(\x0c\x12 \n\x18\x64isk_store_src_block_ids\x18\x07 \x01(\x0c\x12 \n\x18\x64isk_store_dst_block_ids\x18\x08 \x01(\x0c\x12\x1f\n\x17\x64isk_load_src_block_ids\x18\t \x01(\x0c\x12\x1f\n\x17\x64isk_load_dst_block_ids\x18\n \x01(\x0c\"\xac\x03\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x14\n\x0csampled_rows\x18\x03 \x01(\x0c\x12\x19\n\x11sampled_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0cstopped_rows\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66\x61iled_rows\x18\x06 \x01(\x0c\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.quire.v1.SampledLogprob\x12\x11\n\texecute_s\x18\x08 \x01(\x01\x12 \n\x18\x66\x61iled_swap_in_block_ids\x18\t \x01(\x0c\x12\x1d\n\x15stored_disk_block_ids\x18\n \x01(\x0c\x12\x1d\n\x15\x66\x61iled_disk_block_ids\x18\x0b \x01(\x0c\x12\x1d\n\x15loaded_host_block_ids\x18\x0c \x01(\x0c\x12\x1d\n\x15\x66\x61iled_host_block_ids\x18\r \x01(\x0c\x12\x31\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x18.quire.v1.PromptLogprobs\x12\x12\n\nstuck_rows\x18\x0f \x01(\x0c\"Y\n\x0ePromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eSampledLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"&\n\x15\x44\x65scribeDeviceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x8c\x01\n\x16\x44\x65scribeDeviceResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.quire.v1.WorkerInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12\x15\n\rnum_rows_used\x18\x04 \x01(\r\x12\x15\n\rhas_scheduler\x18\x05 \x01(\x08\"^\n\rReadKvRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0ehost_block_ids\x18\x02 \x01(\x0c\x12\x11\n\tkv_format\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\x06\"0\n\x0eReadKvResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\r\"\x88\x01\n\rPullKvRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rsource_target\x18\x02 \x01(\t\x12\x1d\n\x15source_host_block_ids\x18\x03 \x01(\x0c\x12\x16\n\x0ehost_block_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12source_instance_id\x18\x05 \x01(\x06\"\x10\n\x0ePullKvResponse2\xf1\x03\n\rWorkerService\x12;\n\x06\x41ttach\x12\x17.quire.v1.AttachRequest\x1a\x18.quire.v1.AttachResponse\x12O\n\x0cReadHoldings\x12\x1d.quire.v1.ReadHoldingsRequest\x1a\x1e.quire.v1.ReadHoldingsResponse0\x01\x12\x38\n\x07\x45xecute\x12\x13.quire.v1.StepBatch\x1a\x14.quire.v1.StepResult(\x01\x30\x01\x12S\n\x0e\x44\x65scribeDevice\x12\x1f.quire.v1.DescribeDeviceRequest\x1a .quire.v1.DescribeDeviceResponse\x12=\n\x06ReadKv\x12\x17.quire.v1.ReadKvRequest\x1a\x18.quire.v1.ReadKvResponse0\x01\x12;\n\x06PullKv\x12\x17.quire.v1.PullKvRequest\x1a\x18.quire.v1.PullKvResponse\x12G\n\nAwaitDrain\x12\x1b.quire.v1.AwaitDrainRequest\x1a\x1c.quire.v1.AwaitDrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"6\n\x11ResizePoolRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x14\n\x12ResizePoolResponse\"\x13\n\x11\x41waitDrainRequest\"\x14\n\x12\x41waitDrainResponse\"4\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"6\n\x0e\x41ttachResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.quire.v1.WorkerInfo\"$\n\x13ReadHoldingsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xa5\x01\n\x14ReadHoldingsResponse\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.quire.v1.HeldRow\x12$\n\x06\x64\x65vice\x18\x02 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\x12\"\n\x04host\x18\x03 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\x12\"\n\x04\x64isk\x18\x04 \x01(\x0b\x32\x14.quire.v1.HeldBlocks\"\x89\x01\n\x07HeldRow\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\x12\x13\n\x0bhas_stopped\x18\x05 \x01(\x08\x12\x14\n\x0chad_logprobs\x18\x06 \x01(\x08\"/\n\nHeldBlocks\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06labels\x18\x02 \x01(\x0c\"\xca\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\"\n\x05model\x18\x03 \x01(\x0b\x32\x13.quire.v1.ModelInfo\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x18\n\x10swap_bytes_per_s\x18\x0b \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x0c \x01(\x01\x12\x17\n\x0fnum_disk_blocks\x18\r \x01(\r\x12\x18\n\x10\x64isk_bytes_per_s\x18\x0e \x01(\x01\x12\x13\n\x0binstance_id\x18\x0f \x01(\x06\x12\x10\n\x08takes_kv\x18\x10 \x01(\x08\x12\x18\n\x10num_draft_tokens\x18\x11 \x01(\r\x12\x1b\n\x0emax_num_blocks\x18\x12 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_max_num_blocks\"\xf5\x02\n\tStepBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x15\n\rreleased_rows\x18\x03 \x01(\x0c\x12,\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x15.quire.v1.NewSequence\x12\x15\n\rappended_rows\x18\x05 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x06 \x01(\x0c\x12)\n\x0bkv_commands\x18\x07 \x01(\x0b\x32\x14.quire.v1.KvCommands\x12\x12\n\nchunk_rows\x18\x08 \x01(\x0c\x12\x12\n\nchunk_lens\x18\t \x01(\x0c\x12\x13\n\x0bnum_decodes\x18\n \x01(\r\x12\x1d\n\x15renamed_src_block_ids\x18\x0b \x01(\x0c\x12\x1d\n\x15renamed_dst_block_ids\x18\x0c \x01(\x0c\x12\x1a\n\x12labelled_block_ids\x18\x0f \x01(\x0c\x12\x0e\n\x06labels\x18\x10 \x01(\x0c\"\x8b\x02\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x14\n\x0coutput_index\x18\n \x01(\r\x12\x10\n\x08identity\x18\x0f \x01(\x0c\"\xc8\x02\n\nKvCommands\x12\x1a\n\x12\x63opy_src_block_ids\x18\x01 \x01(\x0c\x12\x1a\n\x12\x63opy_dst_block_ids\x18\x02 \x01(\x0c\x12\x1e\n\x16swap_out_src_block_ids\x18\x03 \x01(\x0c\x12\x1e\n\x16swap_out_dst_block_ids\x18\x04 \x01(\x0c\x12\x1d\n\x15swap_in_src_block_ids\x18\x05 \x01(\x0c\x12\x1d\n\x15swap_in_dst_block_ids\x18\x06 \x01(\x0c\x12 \n\x18\x64isk_store_src_block_ids\x18\x07 \x01(\x0c\x12 \n\x18\x64isk_store_dst_block_ids\x18\x08 \x01(\x0c\x12\x1f\n\x17\x64isk_load_src_block_ids\x18\t \x01(\x0c\x12\x1f\n\x17\x64isk_load_dst_block_ids\x18\n \x01(\x0c\"\xac\x03\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x14\n\x0csampled_rows\x18\x03 \x01(\x0c\x12\x19\n\x11sampled_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0cstopped_rows\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66\x61iled_rows\x18\x06 \x01(\x0c\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.quire.v1.SampledLogprob\x12\x11\n\texecute_s\x18\x08 \x01(\x01\x12 \n\x18\x66\x61iled_swap_in_block_ids\x18\t \x01(\x0c\x12\x1d\n\x15stored_disk_block_ids\x18\n \x01(\x0c\x12\x1d\n\x15\x66\x61iled_disk_block_ids\x18\x0b \x01(\x0c\x12\x1d\n\x15loaded_host_block_ids\x18\x0c \x01(\x0c\x12\x1d\n\x15\x66\x61iled_host_block_ids\x18\r \x01(\x0c\x12\x31\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x18.quire.v1.PromptLogprobs\x12\x12\n\nstuck_rows\x18\x0f \x01(\x0c\"Y\n\x0ePromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"H\n\x0eSampledLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenLogprob\"&\n\x15\x44\x65scribeDeviceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x8c\x01\n\x16\x44\x65scribeDeviceResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.quire.v1.WorkerInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12\x15\n\rnum_rows_used\x18\x04 \x01(\r\x12\x15\n\rhas_scheduler\x18\x05 \x01(\x08\"^\n\rReadKvRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0ehost_block_ids\x18\x02 \x01(\x0c\x12\x11\n\tkv_format\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\x06\"0\n\x0eReadKvResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\r\"\x88\x01\n\rPullKvRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rsource_target\x18\x02 \x01(\t\x12\x1d\n\x15source_host_block_ids\x18\x03 \x01(\x0c\x12\x16\n\x0ehost_block_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12source_instance_id\x18\x05 \x01(\x06\"\x10\n\x0ePullKvResponse2\xba\x04\n\rWorkerService\x12;\n\x06\x41ttach\x12\x17.quire.v1.AttachRequest\x1a\x18.quire.v1.AttachResponse\x12O\n\x0cReadHoldings\x12\x1d.quire.v1.ReadHoldingsRequest\x1a\x1e.quire.v1.ReadHoldingsResponse0\x01\x12\x38\n\x07\x45xecute\x12\x13.quire.v1.StepBatch\x1a\x14.quire.v1.StepResult(\x01\x30\x01\x12S\n\x0e\x44\x65scribeDevice\x12\x1f.quire.v1.DescribeDeviceRequest\x1a .quire.v1.DescribeDeviceResponse\x12=\n\x06ReadKv\x12\x17.quire.v1.ReadKvRequest\x1a\x18.quire.v1.ReadKvResponse0\x01\x12;\n\x06PullKv\x12\x17.quire.v1.PullKvRequest\x1a\x18.quire.v1.PullKvResponse\x12G\n\nAwaitDrain\x12\x1b.quire.v1.AwaitDrainRequest\x1a\x1c.quire.v1.AwaitDrainResponse\x12G\n\nResizePool\x12\x1b.quire.v1.ResizePoolRequest\x1a\x1c.quire.v1.ResizePoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AWAITDRAINREQUEST']._serialized_start=58
-  _globals['_AWAITDRAINREQUEST']._serialized_end=77
-  _globals['_AWAITDRAINRESPONSE']._serialized_start=79
-  _globals['_AWAITDRAINRESPONSE']._serialized_end=99
-  _globals['_ATTACHREQUEST']._serialized_start=101
-  _globals['_ATTACHREQUEST']._serialized_end=153
-  _globals['_ATTACHRESPONSE']._serialized_start=155
-  _globals['_ATTACHRESPONSE']._serialized_end=209
-  _globals['_READHOLDINGSREQUEST']._serialized_start=211
-  _globals['_READHOLDINGSREQUEST']._serialized_end=247
-  _globals['_READHOLDINGSRESPONSE']._serialized_start=250
-  _globals['_READHOLDINGSRESPONSE']._serialized_end=415
-  _globals['_HELDROW']._serialized_start=418
-  _globals['_HELDROW']._serialized_end=555
-  _globals['_HELDBLOCKS']._serialized_start=557
-  _globals['_HELDBLOCKS']._serialized_end=604
-  _globals['_WORKERINFO']._serialized_start=607
-  _globals['_WORKERINFO']._serialized_end=1017
-  _globals['_STEPBATCH']._serialized_start=1020
-  _globals['_STEPBATCH']._serialized_end=1393
-  _globals['_NEWSEQUENCE']._serialized_start=1396
-  _globals['_NEWSEQUENCE']._serialized_end=1663
-  _globals['_KVCOMMANDS']._serialized_start=1666
-  _globals['_KVCOMMANDS']._serialized_end=1994
-  _globals['_STEPRESULT']._serialized_start=1997
-  _globals['_STEPRESULT']._serialized_end=2425
-  _globals['_PROMPTLOGPROBS']._serialized_start=2427
-  _globals['_PROMPTLOGPROBS']._serialized_end=2516
-  _globals['_SAMPLEDLOGPROB']._serialized_start=2518
-  _globals['_SAMPLEDLOGPROB']._serialized_end=2590
-  _globals['_DESCRIBEDEVICEREQUEST']._serialized_start=2592
-  _globals['_DESCRIBEDEVICEREQUEST']._serialized_end=2630
-  _globals['_DESCRIBEDEVICERESPONSE']._serialized_start=2633
-  _globals['_DESCRIBEDEVICERESPONSE']._serialized_end=2773
-  _globals['_READKVREQUEST']._serialized_start=2775
-  _globals['_READKVREQUEST']._serialized_end=2869
-  _globals['_READKVRESPONSE']._serialized_start=2871
-  _globals['_READKVRESPONSE']._serialized_end=2919
-  _globals['_PULLKVREQUEST']._serialized_start=2922
-  _globals['_PULLKVREQUEST']._serialized_end=3058
-  _globals['_PULLKVRESPONSE']._serialized_start=3060
-  _globals['_PULLKVRESPONSE']._serialized_end=3076
-  _globals['_WORKERSERVICE']._serialized_start=3079
-  _globals['_WORKERSERVICE']._serialized_end=3576
+  _globals['_RESIZEPOOLREQUEST']._serialized_start=58
+  _globals['_RESIZEPOOLREQUEST']._serialized_end=112
+  _globals['_RESIZEPOOLRESPONSE']._serialized_start=114
+  _globals['_RESIZEPOOLRESPONSE']._serialized_end=134
+  _globals['_AWAITDRAINREQUEST']._serialized_start=136
+  _globals['_AWAITDRAINREQUEST']._serialized_end=155
+  _globals['_AWAITDRAINRESPONSE']._serialized_start=157
+  _globals['_AWAITDRAINRESPONSE']._serialized_end=177
+  _globals['_ATTACHREQUEST']._serialized_start=179
+  _globals['_ATTACHREQUEST']._serialized_end=231
+  _globals['_ATTACHRESPONSE']._serialized_start=233
+  _globals['_ATTACHRESPONSE']._serialized_end=287
+  _globals['_READHOLDINGSREQUEST']._serialized_start=289
+  _globals['_READHOLDINGSREQUEST']._serialized_end=325
+  _globals['_READHOLDINGSRESPONSE']._serialized_start=328
+  _globals['_READHOLDINGSRESPONSE']._serialized_end=493
+  _globals['_HELDROW']._serialized_start=496
+  _globals['_HELDROW']._serialized_end=633
+  _globals['_HELDBLOCKS']._serialized_start=635
+  _globals['_HELDBLOCKS']._serialized_end=682
+  _globals['_WORKERINFO']._serialized_start=685
+  _globals['_WORKERINFO']._serialized_end=1143
+  _globals['_STEPBATCH']._serialized_start=1146
+  _globals['_STEPBATCH']._serialized_end=1519
+  _globals['_NEWSEQUENCE']._serialized_start=1522
+  _globals['_NEWSEQUENCE']._serialized_end=1789
+  _globals['_KVCOMMANDS']._serialized_start=1792
+  _globals['_KVCOMMANDS']._serialized_end=2120
+  _globals['_STEPRESULT']._serialized_start=2123
+  _globals['_STEPRESULT']._serialized_end=2551
+  _globals['_PROMPTLOGPROBS']._serialized_start=2553
+  _globals['_PROMPTLOGPROBS']._serialized_end=2642
+  _globals['_SAMPLEDLOGPROB']._serialized_start=2644
+  _globals['_SAMPLEDLOGPROB']._serialized_end=2716
+  _globals['_DESCRIBEDEVICEREQUEST']._serialized_start=2718
+  _globals['_DESCRIBEDEVICEREQUEST']._serialized_end=2756
+  _globals['_DESCRIBEDEVICERESPONSE']._serialized_start=2759
+  _globals['_DESCRIBEDEVICERESPONSE']._serialized_end=2899
+  _globals['_READKVREQUEST']._serialized_start=2901
+  _globals['_READKVREQUEST']._serialized_end=2995
+  _globals['_READKVRESPONSE']._serialized_start=2997
+  _globals['_READKVRESPONSE']._serialized_end=3045
+  _globals['_PULLKVREQUEST']._serialized_start=3048
+  _globals['_PULLKVREQUEST']._serialized_end=3184
+  _globals['_PULLKVRESPONSE']._serialized_start=3186
+  _globals['_PULLKVRESPONSE']._serialized_end=3202
+  _globals['_WORKERSERVICE']._serialized_start=3205
+  _globals['_WORKERSERVICE']._serialized_end=3775
 # @@protoc_insertion_point(module_scope)

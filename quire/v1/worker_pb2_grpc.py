@@ -102,6 +102,11 @@ class WorkerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.FromString,
                 _registered_method=True)
+        self.ResizePool = channel.unary_unary(
+                '/quire.v1.WorkerService/ResizePool',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ResizePoolRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ResizePoolResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -195,6 +200,17 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizePool(self, request, context):
+        """Lets the device have more blocks, or fewer, between two steps; in its other blocks nothing changes.
+        Returns when it is done: only then a batch may name a block that has come. Before it shrinks, the
+        scheduler has each block that goes out of every row's table, and the steps answered that touch
+        it. UNIMPLEMENTED without `WorkerInfo.max_num_blocks`; FAILED_PRECONDITION, and nothing has
+        changed, if a row has a block that would go, or there is no memory for more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +248,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.AwaitDrain,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.SerializeToString,
+            ),
+            'ResizePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResizePool,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ResizePoolRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ResizePoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -456,6 +477,33 @@ class WorkerService(object):
             '/quire.v1.WorkerService/AwaitDrain',
             quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.AwaitDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ResizePool',
+            quire_dot_v1_dot_worker__pb2.ResizePoolRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ResizePoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,7 +29,8 @@ LIMITS = Limits(
     num_host_blocks=6,
     num_disk_blocks=5,
 )
-INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32")
+MAX_BLOCKS = 20
+INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32", max_num_blocks=MAX_BLOCKS)
 PROMPT = [5, 6, 7]
 FAKE_MODEL = Path(__file__).parents[1] / "unit" / "gpu_worker"
 
@@ -49,8 +50,8 @@ async def real_steps():
     from gpu_worker.host_pool import HostPool  # noqa: PLC0415
     from gpu_worker.step_loop import StepLoop  # noqa: PLC0415
 
-    pool = FakePool(LIMITS.num_blocks, LIMITS.block_size)
-    blocks = pool.slots.view(LIMITS.num_blocks, -1).view(uint8)
+    pool = FakePool(LIMITS.num_blocks, LIMITS.block_size, MAX_BLOCKS)
+    blocks = pool.slots.view(MAX_BLOCKS, -1).view(uint8)
     host = HostPool(blocks, LIMITS.num_host_blocks, has_checksums=True)
     disk = DiskPool(host.blocks, LIMITS.num_disk_blocks, Path(tempfile.gettempdir()))
     executor = Executor(
@@ -247,6 +248,74 @@ async def test_attach_tells_the_worker(worker):
     assert (info.worker_id, info.model.id, info.model.vocab_size) == ("w0", "fake", VOCAB_SIZE)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (12, 4, 4)
     assert info.model.eos_token_ids == [96]
+
+
+async def resize(worker, num_blocks, epoch=1):
+    request = worker_pb2.ResizePoolRequest(epoch=epoch, num_blocks=num_blocks)
+    return await worker.ResizePool(request)
+
+
+async def refusal(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details()
+
+
+async def test_a_sequence_goes_on_while_the_pool_grows_and_shrinks(worker):
+    expected = await run_alone(worker, 1)
+    await attach(worker, 2)
+    call = worker.Execute()
+    tokens = list(sampled(await ask(call, first_batch(epoch=2))).values())
+    await resize(worker, 20, epoch=2)
+    for step_id in range(2, 9):
+        position = len(PROMPT) + step_id - 2
+        grown = {}
+        if position % LIMITS.block_size == 0:
+            grown = {"appended_rows": [0], "appended_block_ids": [17 + position // 4]}
+        tokens += sampled(await ask(call, batch(step_id, 1, epoch=2, **grown))).values()
+        if step_id == 3:  # its second block is the 19th
+            code, details = await refusal(resize(worker, 18, epoch=2))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert details == "num_blocks is 18; row 0 has a block of a higher number"
+    assert tokens == expected
+    await ask(call, batch(9, epoch=2, released_rows=[0]))
+    await resize(worker, 3, epoch=2)
+    again = first_batch(10, epoch=2, blocks=(2,))
+    assert list(sampled(await ask(call, again)).values()) == expected[:1]
+    await call.write(batch(11, 1, epoch=2, appended_rows=[0], appended_block_ids=[3]))
+    code, details = await failure(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "appended_block_ids" in details
+
+
+async def test_the_next_scheduler_is_told_the_present_size_and_only_of_blocks_within(worker):
+    await attach(worker, 1)
+    call = worker.Execute()
+    await ask(call, first_batch(blocks=(0,)))
+    message = batch(2, released_rows=[0], labelled_block_ids=[4, 9])
+    message.labels = b"a" * 32 + b"b" * 32
+    await ask(call, message)
+    await resize(worker, 9)
+    assert (await attach(worker, 2)).worker.num_blocks == 9
+    device = (await held(worker, 2)).device
+    assert unpack_int32(device.block_ids, "block_ids").tolist() == [4]
+    await resize(worker, 14, epoch=2)
+    state = await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest())
+    assert (state.worker.num_blocks, state.worker.max_num_blocks) == (14, 20)
+    await attach(worker, 3)
+    device = (await held(worker, 3)).device
+    assert unpack_int32(device.block_ids, "block_ids").tolist() == [4]
+
+
+async def test_a_pool_is_resized_by_its_scheduler_and_within_its_bounds(worker):
+    await attach(worker, 5)
+    code, _ = await refusal(resize(worker, 8, epoch=4))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    for num_blocks in (0, 21):
+        code, details = await refusal(resize(worker, num_blocks, epoch=5))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details == f"num_blocks is {num_blocks}; it must be in [1, 20]"
+    await resize(worker, 12, epoch=5)  # as it is
 
 
 async def test_epoch_zero_may_not_attach(worker):

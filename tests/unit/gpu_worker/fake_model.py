@@ -33,10 +33,16 @@ def continue_greedily(token_ids, count):
 
 
 class FakePool:
-    def __init__(self, num_blocks, block_size):
-        # [num_blocks, block_size, (token, position)]; -1 was never written
-        self.slots = torch.full((num_blocks, block_size, 2), -1, dtype=torch.int64)
+    def __init__(self, num_blocks, block_size, max_blocks=None):
+        # [max_blocks, block_size, (token, position)]; -1 was never written
+        shape = (max_blocks or num_blocks, block_size, 2)
+        self.slots = torch.full(shape, -1, dtype=torch.int64)
         self.block_size = block_size
+        self.num_blocks = num_blocks
+
+    def resize(self, num_blocks):
+        self.slots[num_blocks:] = -1
+        self.num_blocks = num_blocks
 
     def copy(self, src, dst):
         self.slots[dst] = self.slots[src]

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpu_worker.elastic_memory import ElasticMemory
 from gpu_worker.kv_layout import block_bytes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_source import open_model
-from tests.unit.gpu_worker.models.paged_loop import CPU
+from tests.unit.gpu_worker.fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
 
 def make_pool(model_dirs, num_blocks=6, block_size=8, dtype=torch.float32):
@@ -83,3 +85,27 @@ def test_copy_moves_all_layers_and_reads_before_it_writes(model_dirs):
     for layer in range(2):
         assert pool.key_cache(layer)[:, 0, 0, 0].tolist() == [100 * layer + b for b in expected]
         assert pool.value_cache(layer)[:, 7, 1, 23].tolist() == [-100 * layer - b for b in expected]
+
+
+def test_sequences_go_on_in_a_pool_that_is_resized(model_dirs):
+    """The blocks that stay are where they were, for everyone that has a view of them."""
+    model = load(model_dirs.get("qwen3"))
+    alone, loop = PagedLoop(model, 4, 16), PagedLoop(model, 4, 16)
+    size = loop.pool.block_bytes
+    chunks = HostChunks(FakeCudaDriver(Budget(40 * size)), 40 * size)
+    memory = ElasticMemory(chunks, 16 * size)
+    loop.pool = KvPool(model.config, 16, 4, torch.float32, CPU, memory)
+    expected, live = (Sequence(random_prompt(9, seed=1)) for _ in range(2))
+    alone.generate([expected], 8)
+    keys = loop.pool.key_cache(0)
+    loop.generate([live], 3)
+    loop.pool.resize(40)
+    loop._free_blocks = list(range(30, 40))
+    loop.generate([Sequence(random_prompt(9, seed)) for seed in (2, 3)], 3)
+    loop.pool.resize(16)
+    live.block_table += [block for block in range(16) if block not in live.block_table][:2]
+    with torch.inference_mode():
+        while len(live.output) < 8:
+            loop._step([live], 16)
+    assert live.output == expected.output
+    assert loop.pool.key_cache(0).data_ptr() == keys.data_ptr()

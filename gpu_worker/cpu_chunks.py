@@ -1,0 +1,53 @@
+"""Chunks of a CPU's memory: the system gives a page when it is touched, and takes it when told."""
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from gpu_worker.elastic_memory import OutOfMemoryError
+
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""The range is not memory: a system that counts what it has promised need not count it."""
+
+
+class CpuChunks:
+    """`elastic_memory.Chunks` over an anonymous map, of which `map` has nothing to do.
+
+    A chunk that is unmapped holds zeros: its pages are the system's again. To write to one would
+    take them anew, which nothing here can prevent.
+    """
+
+    chunk_bytes = mmap.PAGESIZE
+
+    def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
+        """Reserve addresses for at least `max_bytes`.
+
+        `available_bytes` says what the process may still take: more is not mapped, but for the
+        chunks that come first, which are what the operator asked for.
+        """
+        self._available_bytes = available_bytes
+        num_bytes = -(-max_bytes // self.chunk_bytes) * self.chunk_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+
+    def map(self, first: int, count: int) -> None:
+        """See `Chunks`."""
+        num_bytes = count * self.chunk_bytes
+        if first and num_bytes > (available := self._available_bytes()):
+            raise OutOfMemoryError(
+                f"{num_bytes} bytes more are needed; the machine has {available} left"
+            )
+
+    def unmap(self, first: int, count: int) -> None:
+        """See `Chunks`."""
+        self._memory.madvise(mmap.MADV_DONTNEED, first * self.chunk_bytes, count * self.chunk_bytes)
+
+    def view(self) -> torch.Tensor:
+        """See `Chunks`; the tensor keeps the map."""
+        return torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+
+    def close(self) -> None:
+        """Leave the map to the last view of it."""
