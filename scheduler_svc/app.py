@@ -179,6 +179,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.model.max_model_len,
         num_draft_tokens=info.num_draft_tokens,
+        max_num_blocks=info.max_num_blocks,
         max_waiting=settings.max_waiting,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,

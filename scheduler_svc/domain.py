@@ -50,6 +50,8 @@ class WorkerInfo:
     """Whether it can give the contents of its host blocks to other workers, and take theirs."""
     num_draft_tokens: int = 0
     """Most tokens that it guesses for a decoding sequence in a step; 0: it drafts none."""
+    max_num_blocks: int | None = None
+    """Most device blocks that it can be resized to; None: their number is fixed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,17 +13,27 @@ from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import Request
 
 
-def check_length(request: Request, max_request_len: int, config: SchedulerConfig) -> None:
+def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
+    """Most tokens of one sequence: so many that it can finish with `num_blocks` to itself."""
+    return min(config.max_model_len, num_blocks * config.block_size)
+
+
+def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> None:
     """Check that each sequence of a request, or its search, could finish if it ran alone.
+
+    Args:
+        request: which.
+        num_blocks: device blocks that there are.
+        config: of the core.
 
     Raises:
         RequestTooLongError: Naming what is too long, and the limit.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
-    if num_prompt_tokens + request.max_tokens > max_request_len:
+    if num_prompt_tokens + request.max_tokens > (most := max_request_len(num_blocks, config)):
         raise RequestTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
-            f"{request.max_tokens}; together they may be {max_request_len}"
+            f"{request.max_tokens}; together they may be {most}"
         )
     for index, output in enumerate(request.outputs):
         if not output.finished and len(output.token_ids) >= request.max_tokens:
@@ -32,7 +42,7 @@ def check_length(request: Request, max_request_len: int, config: SchedulerConfig
                 f"max_tokens is {request.max_tokens}"
             )
     if request.beam is not None:
-        _check_search(request, request.beam.width, config)
+        _check_search(request, request.beam.width, num_blocks, config)
 
 
 def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
@@ -98,21 +108,23 @@ def check_deadline(
         )
 
 
-def _check_search(request: Request, width: int, config: SchedulerConfig) -> None:
+def _check_search(
+    request: Request, width: int, num_blocks: int, config: SchedulerConfig
+) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     if width > config.max_num_seqs:
         raise RequestTooLongError(
             f"the beam width is {width}; at most {config.max_num_seqs} sequences run at once"
         )
     # The last token is not computed. What beams have in common for certain is the prompt.
-    num_blocks = -(-(num_prompt_tokens + request.max_tokens - 1) // config.block_size)
+    num_needed = -(-(num_prompt_tokens + request.max_tokens - 1) // config.block_size)
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
-        num_blocks = num_shared + width * (num_blocks - num_shared)
-    if num_blocks > config.num_blocks:
+        num_needed = num_shared + width * (num_needed - num_shared)
+    if num_needed > num_blocks:
         raise RequestTooLongError(
             f"{width} beams with a prompt of {num_prompt_tokens} tokens and max_tokens "
-            f"{request.max_tokens} may take {num_blocks} blocks; there are {config.num_blocks}"
+            f"{request.max_tokens} may take {num_needed} blocks; there are {num_blocks}"
         )
 
 

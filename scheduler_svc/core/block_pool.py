@@ -11,6 +11,9 @@ whoever finds it. Only a block with one holder and no hash is ever written.
 
 Blank blocks at or beyond the *border* are given last, lowest first, so that what defragmentation
 has emptied stays empty. At first there are none.
+
+A pool can be resized. Before it shrinks, blocks from its *end to be* on are taken out of use: those
+that are free, or become so, are *retired*, with neither holder nor hash, and given to nobody.
 """
 
 from array import array
@@ -57,14 +60,21 @@ class BlockPool(Generic[BlockIdT]):
         self._hash_to_block: dict[BlockHash, BlockIdT] = {}
         self._cached = make_eviction_order(eviction)
         self._border = num_blocks
+        self._end = num_blocks
+        self._block_id = block_id
         # A stack, so that low numbers are used first and again, and the pool's end stays empty.
         self._blank = [block_id(b) for b in reversed(range(num_blocks))]
         self._blank_beyond: list[BlockIdT] = []  # a heap
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give: blank and cached."""
-        return len(self._blank) + len(self._blank_beyond) + len(self._cached)
+        """Blocks that may be taken: blank and cached.
+
+        Less those into which held blocks from the end to be on have to go; if these are too many it
+        is negative.
+        """
+        num_free = len(self._blank) + len(self._blank_beyond) + len(self._cached)
+        return num_free if self._end == self.num_blocks else num_free - self.num_leaving
 
     @property
     def num_cached(self) -> int:
@@ -84,10 +94,11 @@ class BlockPool(Generic[BlockIdT]):
         """Take `count` blocks, each with one holder and no hash: blank, then cached, in order.
 
         Raises:
-            BrokenInvariantError: `count` exceeds `num_free`, which the caller checks first.
+            BrokenInvariantError: There are not as many; the caller looks at `num_free` first.
         """
-        if count > self.num_free:
-            raise BrokenInvariantError(f"allocate({count}) with {self.num_free} free blocks")
+        num_free = self.num_blank + self.num_cached
+        if count > num_free:
+            raise BrokenInvariantError(f"allocate({count}) with {num_free} free blocks")
         num_left = max(0, len(self._blank) - count)
         blocks = self._blank[num_left:]
         blocks.reverse()
@@ -132,7 +143,9 @@ class BlockPool(Generic[BlockIdT]):
                 raise BrokenInvariantError(f"drop of free block {block}")
             self._ref_counts[block] = count
             if count == 0:
-                if (block_hash := self._hashes[block]) is not None:
+                if block >= self._end:
+                    self._retire(block, is_lost=False)
+                elif (block_hash := self._hashes[block]) is not None:
                     self._cached.add(block_hash)
                 elif block < self._border:
                     self._blank.append(block)
@@ -214,7 +227,8 @@ class BlockPool(Generic[BlockIdT]):
         """Let two blocks, neither of them blank, change numbers.
 
         Holders, hash and place in the order of eviction go with the content, which the caller has
-        moved; so have the holders of each to learn its new number.
+        moved; so have the holders of each to learn its new number. What is cached, and goes beyond
+        the end to be, is lost.
 
         Raises:
             BrokenInvariantError: One is blank: there is no content to move.
@@ -228,8 +242,66 @@ class BlockPool(Generic[BlockIdT]):
         for block in (one, other):
             if (block_hash := self._hashes[block]) is not None:
                 self._hash_to_block[block_hash] = block
+            if block >= self._end and counts[block] == 0:
+                self._cached.remove(cast("BlockHash", block_hash))
+                self._retire(block, is_lost=True)
         if self._labels is not None:
             self._labels.exchange(one, other)
+
+    # --- another size ---------------------------------------------------------------------------
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that there are, without those that are being taken out of use."""
+        return self._end
+
+    @property
+    def num_leaving(self) -> int:
+        """Held blocks that are being taken out of use; counting takes time in proportion to those."""
+        return int(np.count_nonzero(self.ref_counts[self._end :]))
+
+    def retire_from(self, end: int) -> None:
+        """Take blocks from `end` on out of use; `on_evict` hears of those that are cached.
+
+        Those that are held go on being so, and are retired when they become free.
+        """
+        self._end = end
+        self._blank = [block for block in self._blank if block < end]
+        self._blank_beyond = sorted(block for block in self._blank_beyond if block < end)
+        cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
+        for block_hash, block in reversed(cached):  # there may be room for few on the host
+            if block >= end:
+                self._cached.remove(block_hash)
+                self._retire(block, is_lost=False)
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks, all of them in use; those that come, or come back, are blank.
+
+        Raises:
+            BrokenInvariantError: One that would go is not retired.
+        """
+        if self.ref_counts[num_blocks:].any() or num_blocks < self._end:
+            raise BrokenInvariantError(f"resize({num_blocks}) with blocks in use beyond")
+        num_new = max(0, num_blocks - self.num_blocks)
+        was_whole = self._border >= self.num_blocks
+        # Not in place: views of the counts may be about.
+        self._ref_counts = self._ref_counts[:num_blocks] + array("i", bytes(4 * num_new))
+        self._hashes = self._hashes[:num_blocks] + [None] * num_new
+        came = [b for b in range(self._end, num_blocks) if self._ref_counts[b] == 0]
+        self.num_blocks = self._end = num_blocks
+        self._blank_beyond += map(self._block_id, came)
+        border = num_blocks if was_whole else min(self._border, num_blocks)
+        self.set_border(self._block_id(border))
+
+    def _retire(self, block: BlockIdT, *, is_lost: bool) -> None:
+        """Let nobody find a free block, not cached any more; `on_evict` hears of it if not lost."""
+        if (block_hash := self._hashes[block]) is None:
+            return
+        self._cached.forget(block_hash)
+        del self._hash_to_block[block_hash]
+        self._hashes[block] = None
+        if self._on_evict is not None and not is_lost:
+            self._on_evict(block, block_hash)
 
     # --- after another scheduler ----------------------------------------------------------------
 

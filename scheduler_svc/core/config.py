@@ -22,7 +22,7 @@ class SchedulerConfig:
     """One worker's room, as the worker reports it, and the operator's choices."""
 
     num_blocks: int
-    """Device blocks."""
+    """Device blocks, at first."""
     block_size: int
     """Token slots of a block."""
     max_num_seqs: int
@@ -34,6 +34,8 @@ class SchedulerConfig:
     num_draft_tokens: int = 0
     """Most tokens that the worker guesses and verifies for a sequence beside its next one, so that
     a step may bring it one more than that; less than `block_size`."""
+    max_num_blocks: int | None = None
+    """Most device blocks that there may come to be; None: their number is fixed."""
     max_waiting: int = 1024
     """Most sequences that may wait."""
     enable_prefix_caching: bool = True
@@ -90,6 +92,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
                 f"max_num_seqs, {self.max_num_seqs}, so that all sequences can decode in one step"
+            )
+        if self.max_num_blocks is not None and self.max_num_blocks < self.num_blocks:
+            raise ValueError(
+                f"max_num_blocks is {self.max_num_blocks}; it must be at least num_blocks,"
+                f" {self.num_blocks}"
             )
         for name in (
             "num_blocks",
@@ -151,6 +158,7 @@ class SchedulerLoad:
     """Those of the waiting whose KV is on the host or the disk."""
     max_num_seqs: int
     num_blocks: int
+    """Device blocks, at present."""
     num_free_blocks: int
     """Blank blocks: they hold nothing."""
     num_cached_blocks: int

@@ -12,6 +12,10 @@ others. Sequences run on meanwhile, so what was noted is checked again when it i
               reads come before all writes. Blank below H are taken first, then cached below H; if
               others have taken these meanwhile, the next blank one that is lower than the source.
 
+When the pool is about to shrink, passes of another kind go before these, again and again until
+nothing is left to do: they *evacuate* the blocks from the pool's end to be on, into any free ones
+below, evicting what is cached there.
+
 A pass costs time in proportion to the pool and the tables; a step in a pass, to its moves; and a
 step without one, two comparisons.
 """
@@ -49,6 +53,9 @@ class DefragmentationReport:
     num_moved_blocks: int
     has_moved: bool
     """Whether there was a pass; else it was only looked at."""
+
+
+_NOTHING = Fragmentation(num_free_blocks=0, longest_free_run=0)
 
 
 class _Owners:
@@ -91,6 +98,8 @@ class _Pass:
     free_targets: list[DeviceBlockId]
     """Descending; taken from the end, those that are cached then."""
     owners: _Owners
+    evacuates: bool = False
+    """Whether it only empties what is beyond the border; nobody is told of it."""
     num_moved: int = 0
     last_step: StepId | None = None
     """The last that moved something; None: none has."""
@@ -127,6 +136,17 @@ class Defragmenter:
         self._is_wanted = True
         self.due = _NOW
 
+    def evacuate(self) -> None:
+        """Move held blocks that the pool is taking out of use, as long as there are any."""
+        self.due = _NOW
+
+    def resized(self) -> None:
+        """Learn that the pool has another size: of a pass under way, some places may be gone."""
+        if self._pass is not None:
+            end = self._pool.num_blocks
+            self._pass.sources = [block for block in self._pass.sources if block < end]
+            self._pass.free_targets = [block for block in self._pass.free_targets if block < end]
+
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
         """Return what there is to say since the last call."""
         reports, self._reports = self._reports, ()
@@ -139,11 +159,14 @@ class Defragmenter:
             draft: The plan; it must be sent if it copies.
             num_in_flight: Steps sent before it that are not answered.
         """
-        if self._pass is None:
+        if self._pass is None and self._pool.num_leaving:
+            self._pass = self._begin_evacuation()
+        elif self._pass is None and (self._is_wanted or draft.now >= self._next_look):
             self._look(draft.now)
         if self._pass is not None:
             self._advance(self._pass, draft, num_in_flight)
-        self.due = self._next_look if self._pass is None and not self._is_wanted else _NOW
+        is_idle = self._pass is None and not self._is_wanted and not self._pool.num_leaving
+        self.due = self._next_look if is_idle else _NOW
 
     def _look(self, now: float) -> None:
         """Begin a pass if there is reason to."""
@@ -170,6 +193,18 @@ class Defragmenter:
             owners=_Owners(self._running, border),
         )
 
+    def _begin_evacuation(self) -> _Pass:
+        border = DeviceBlockId(self._pool.num_usable)
+        sources = border + np.flatnonzero(self._pool.ref_counts[border:])
+        return _Pass(
+            before=_NOTHING,
+            border=border,
+            sources=cast("list[DeviceBlockId]", sources.tolist()),
+            free_targets=[],
+            owners=_Owners(self._running, border),
+            evacuates=True,
+        )
+
     def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
         """Move some blocks of a pass, or end it."""
         num_moved = self._move(current, draft)
@@ -179,6 +214,8 @@ class Defragmenter:
             current.last_step = draft.step_id
         elif draft.step_id - num_in_flight > (current.last_step or 0):  # its old places are free
             self._pass = None
+            if current.evacuates:
+                return
             self.num_passes += 1
             after = measure(self._pool.ref_counts)
             self._reports += (
@@ -224,6 +261,9 @@ class Defragmenter:
         """Return where a block goes, if anywhere, and whether that is a cached block's place."""
         if (blank := self._pool.allocate_before(current.border)) is not None:
             return blank, False
+        if current.evacuates:  # as many are left for it, but for what unclaimed rows hold
+            has_room = self._pool.num_blank + self._pool.num_cached > 0
+            return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:
             if self._pool.is_cached(target := current.free_targets.pop()):
                 return target, True

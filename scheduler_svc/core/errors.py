@@ -21,6 +21,10 @@ class DeadlineError(RequestRefusedError):
     """A request whose deadline has passed, or cannot be met even if nothing else runs."""
 
 
+class ResizeRefusedError(Exception):
+    """A size that a pool cannot have as things are; nothing changed."""
+
+
 class MigrationRefusedError(Exception):
     """A request that cannot be moved between cores as things are; nothing changed."""
 

@@ -128,7 +128,14 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
     free = set(blocks)
     _expect(len(free) == len(blocks), "a block is free twice")
     _expect(free.isdisjoint(holders), f"blocks {free & set(holders)} are held and free")
-    _expect(len(free) + len(holders) == pool.num_blocks, "a block is neither held nor free")
+    retired = {*range(pool.num_usable, pool.num_blocks)} - set(holders)
+    _expect(free.isdisjoint(retired), f"blocks {free & retired} are out of use and free")
+    _expect(
+        len(free) + len(holders) + len(retired) == pool.num_blocks,
+        "a block is neither held nor free, nor out of use",
+    )
+    for block in retired:
+        _expect(pool._hashes[block] is None, f"block {block} is out of use but can be found")  # noqa: SLF001
     for block in free | set(holders):
         refs = pool.ref_count(block)
         _expect(refs == holders[block], f"block {block}: {refs} counted, {holders[block]} hold it")
@@ -148,7 +155,8 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
 def _check_pins(core: Scheduler) -> None:
     pins = core._pins  # noqa: SLF001
     share = core.config.max_pinned_share
-    _expect(len(pins) <= share * core.config.num_blocks, f"{len(pins)} blocks are pinned")
+    most = share * core._pool.num_usable  # noqa: SLF001
+    _expect(len(pins) <= most, f"{len(pins)} blocks are pinned")
     _expect(set(pins._by_end) == set(pins._ends), "a pin never ends, or is none")  # noqa: SLF001
     first = min(((end, place) for end, place in pins._ends.values()), default=None)  # noqa: SLF001
     head = pins._by_end.first()  # noqa: SLF001

@@ -41,7 +41,7 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         num_waiting=len(core._waiting) + len(core._fetching) + core._live.num_siblings,
         num_swapped=core._waiting.num_swapped + core._fetching.num_swapped,
         max_num_seqs=core.config.max_num_seqs,
-        num_blocks=core.config.num_blocks,
+        num_blocks=core._pool.num_blocks,
         num_free_blocks=core._pool.num_blank,
         num_cached_blocks=core._pool.num_cached,
         num_pinned_blocks=len(core._pins),

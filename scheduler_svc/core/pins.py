@@ -21,12 +21,16 @@ class Pins:
     def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId]) -> None:
         self._pool = pool
         self._block_size = config.block_size
-        self._max_blocks = int(config.max_pinned_share * config.num_blocks)
+        self._max_share = config.max_pinned_share
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
         self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
         self._next_end = float("inf")  # no pin ends before that
+
+    @property
+    def _max_blocks(self) -> int:
+        return int(self._max_share * self._pool.num_usable)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -82,6 +86,10 @@ class Pins:
                 break
             self._let_go(first[1])
         return any_pinned
+
+    def keep_within_share(self) -> None:
+        """Let go of what is more than the share of the pool, which has become smaller."""
+        self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
         """Let go of those of `blocks` that are pinned: their content is not to be trusted."""

@@ -230,6 +230,9 @@ class Replica(Scheduler):
         for arriving in self._imports.values():
             yield from arriving.host_block_ids
 
+    def _live_requests(self) -> list[Request]:
+        return super()._live_requests() + [each.moved.request for each in self._imports.values()]
+
     @property
     def _settled_step(self) -> StepId:
         """The step after whose result all moves asked for so far are done.
@@ -293,7 +296,7 @@ class Replica(Scheduler):
                 f"and {config.block_size} tokens in {config.bytes_per_block} bytes there"
             )
         try:
-            check_length(moved.request, self.max_request_len, config)
+            check_length(moved.request, self._pool.num_usable, config)
         except RequestTooLongError as error:
             raise MigrationRefusedError(f"that worker does not take it: {error}") from None
         num_blocks = len(moved.host_block_ids)

@@ -11,7 +11,13 @@ block border and when it ends; in between it is one element of an array.
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.acceptance import check_deadline, check_length, check_pin, check_queue
+from scheduler_svc.core.acceptance import (
+    check_deadline,
+    check_length,
+    check_pin,
+    check_queue,
+    max_request_len,
+)
 from scheduler_svc.core.beam_groups import BeamGroups
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -32,6 +38,7 @@ from scheduler_svc.core.policies.policy import Rank, rank
 from scheduler_svc.core.prefills import Prefills
 from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.resizing import Resizing
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
@@ -46,18 +53,20 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.max_request_len = min(config.max_model_len, config.num_blocks * config.block_size)
-        """Most tokens of one sequence: so many that it can always finish when it runs alone."""
         self._tier = HostTier(config)
         on_evict = self._tier.demote if config.num_host_blocks else None
         labels = NewLabels()
         self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction, labels)
         self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
-        self._rows = Rows(config.max_num_seqs, self.max_request_len, config.num_draft_tokens)
+        longest = max_request_len(config.max_num_blocks or config.num_blocks, config)
+        self._rows = Rows(config.max_num_seqs, longest, config.num_draft_tokens)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
+        self._resizing = Resizing(
+            config, self._pool, self._running, self._steps, self._pins, self._defragmenter, labels
+        )
         self._policy = make_policy(config.policy, config.policy_args)
         self._beams = BeamGroups(config, self._rows, self._running, self._lookup, self._policy)
         self._long_prefills = LongPrefillLimit(config)
@@ -74,6 +83,11 @@ class Scheduler:
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens of one sequence: so many that it can always finish when it runs alone."""
+        return max_request_len(self._pool.num_usable, self.config)
+
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
@@ -84,7 +98,7 @@ class Scheduler:
             NoPrefixCacheError: It wants its prompt pinned, and there is no prefix cache.
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
-        check_length(request, self.max_request_len, self.config)
+        check_length(request, self._pool.num_usable, self.config)
         check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
         num_waiting = len(self._waiting) + len(self._fetching) + self._live.num_siblings
         check_queue(request, num_waiting, self.config.max_waiting)
@@ -127,6 +141,47 @@ class Scheduler:
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
         """Return what defragmentation has to say since the last call."""
         return self._defragmenter.take_reports()
+
+    # --- another size ---------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that there are, those that are being taken out of use included."""
+        return self._pool.num_blocks
+
+    def check_resize(self, num_blocks: int) -> None:
+        """Check that there may be so many device blocks; nothing changes.
+
+        Raises:
+            ResizeRefusedError: Naming the limit.
+        """
+        self._resizing.check(num_blocks, self._live_requests())
+
+    def shrink(self, num_blocks: int) -> None:
+        """Begin to take the blocks from `num_blocks` on out of use; `is_shrunk` says when they are.
+
+        Raises:
+            ResizeRefusedError: As `check_resize`; nothing has changed.
+        """
+        self.check_resize(num_blocks)
+        self._resizing.begin(num_blocks)
+
+    @property
+    def is_shrunk(self) -> bool:
+        """Whether no step touches the blocks any more that `shrink` takes out of use."""
+        return self._resizing.is_settled
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that `shrink` takes out of use and somebody still holds."""
+        return self._pool.num_leaving
+
+    def resize(self, num_blocks: int) -> None:
+        """Learn how many device blocks the worker has: more, fewer after `shrink`, or as many.
+
+        What `shrink` has taken out of use, and is still there, is in use again.
+        """
+        self._resizing.end(num_blocks)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -179,9 +234,11 @@ class Scheduler:
         self._running.evict_ahead(step)
         if now >= self._defragmenter.due:  # after all that swaps out, which a step does first
             self._defragmenter.plan(draft, len(self._steps))
+        plan = None
         if draft.num_decodes or draft.chunk_lens or draft.copy_src or self._running.must_send:
-            return self._running.send(draft)
-        return None
+            plan = self._running.send(draft)
+        self._resizing.settle()
+        return plan
 
     def take_expired(self) -> tuple[Finished, ...]:
         """Return the ends that `schedule` has brought about since the last call."""
@@ -240,15 +297,24 @@ class Scheduler:
     def _make_room(self, step: StepId) -> bool:
         """Preempt until every decoding sequence can have the block it needs at `step`.
 
+        And until the pool has room for what is held, if it is about to shrink.
+
         Returns:
             False if blocks are on their way to being free, and must be waited for.
         """
         while self._running.num_blocks_due(step) + self._beams.num_blocks_due > self._pool.num_free:
             if self._steps.hold_blocks:
                 return False
-            if not self._running.is_alone or not self._pins.give_up(1):
+            if not self._running:  # held by pins, or by rows that nobody has claimed yet
+                if not self._pins.give_up(1):
+                    break
+            elif not self._running.is_alone or not self._pins.give_up(1):
                 self._preempt(self._running.last(self._rank))
         return True
+
+    def _live_requests(self) -> list[Request]:
+        """The requests that are to finish here."""
+        return [seq.request for seq in self._live]
 
     def _expire(self, now: float) -> None:
         """End the waiting sequences whose deadline has passed."""
@@ -304,7 +370,7 @@ class Scheduler:
 
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
         """Whether so many may be taken to start something; what runs keeps some to grow into."""
-        reserve = int(self.config.watermark * self.config.num_blocks) if self._running else 0
+        reserve = int(self.config.watermark * self._pool.num_usable) if self._running else 0
         return num_rows <= self._rows.num_free and num_blocks + reserve <= self._pool.num_free
 
     def _prompt_computed(self, leader: Sequence, now: float) -> None:

@@ -70,13 +70,16 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         instance_id=message.instance_id,
         takes_kv=message.takes_kv,
         num_draft_tokens=message.num_draft_tokens,
+        max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
     )
+    most_blocks = info.num_blocks if info.max_num_blocks is None else info.max_num_blocks
     for field, value, least, most in (
         ("model.max_model_len", info.model.max_model_len, 1, 2**31 - 1),
         ("model.vocab_size", info.model.vocab_size, 1, 2**31 - 1),
         ("max_num_seqs", info.max_num_seqs, 1, _MAX_NUM_SEQS),
         ("max_num_batched_tokens", info.max_num_batched_tokens, 1, 2**31 - 1),
         ("num_blocks", info.num_blocks, 1, _MAX_BLOCKS),
+        ("max_num_blocks", most_blocks, info.num_blocks, _MAX_BLOCKS),
         ("num_host_blocks", info.num_host_blocks, 0, _MAX_BLOCKS),
         ("num_disk_blocks", info.num_disk_blocks, 0, _MAX_BLOCKS),
         ("block_size", info.block_size, 1, _MAX_BLOCK_SIZE),
@@ -91,7 +94,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
                 "worker.model.eos_token_ids",
                 f"has {token_id}; ids must be in [0, {info.model.vocab_size})",
             )
-    num_tokens = min(info.model.max_model_len, info.num_blocks * info.block_size)
+    num_tokens = min(info.model.max_model_len, most_blocks * info.block_size)
     if info.max_num_seqs * num_tokens > _MAX_TOKENS:
         raise InvalidArgumentError(
             "worker.max_num_seqs",

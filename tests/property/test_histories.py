@@ -57,6 +57,7 @@ def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool, has_search
         defragment_s=draw.choice([0, 0, 1, 5]),
         max_moves=draw.randint(1, 4),
         num_draft_tokens=draw.choice([0, 0, 1, 3]),
+        num_more_blocks=draw.choice([None, 2, 8, 16]),
     )
 
 
@@ -92,7 +93,16 @@ def search(machine: SchedulerMachine, draw: Random) -> None:
     )
 
 
-def live_through(seed: int) -> SchedulerMachine:
+def resize(machine: SchedulerMachine, draw: Random, reached: Counter[str]) -> None:
+    if machine.shrinks_to:
+        if machine.core.is_shrunk and draw.random() < 0.5:
+            reached["num_shrunk_under_load"] += bool(machine.oracle.live)
+            machine.end_shrinking(can_shrink=draw.random() < 0.8)
+    elif machine.config.max_num_blocks is not None and draw.random() < 0.03:
+        machine.resize(draw.random())
+
+
+def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
     """Submit, schedule, update, cancel and corrupt at random, then let all end."""
     draw = Random(seed)
     machine = SchedulerMachine()
@@ -130,6 +140,7 @@ def live_through(seed: int) -> SchedulerMachine:
             machine.resubmit_all()
         if draw.random() < 0.02:
             machine.core.defragment()
+        resize(machine, draw, reached)
         check(machine.core)
         machine.num_rule_steps["histories"] += 1
     machine.teardown()
@@ -140,7 +151,7 @@ def test_long_histories():
     reached: Counter[str] = Counter()
     for seed in range(settings().max_examples):
         try:
-            machine = live_through(seed)
+            machine = live_through(seed, reached)
         except Exception as error:
             error.add_note(f"in the history of seed {seed}")
             raise
@@ -149,5 +160,5 @@ def test_long_histories():
         reached["num_failed_swap_ins"] += machine.worker.failed_in > 0
         if not machine.config.num_host_blocks:
             assert load.num_swapped_out_blocks == load.num_swapped_in_blocks == 0
-    for name in (*COUNTERS, "num_failed_swap_ins"):
+    for name in (*COUNTERS, "num_failed_swap_ins", "num_shrunk_under_load"):
         assert reached[name] >= 5, f"the histories seldom have {name}"

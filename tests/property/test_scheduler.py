@@ -4,6 +4,7 @@
 """
 
 from collections import Counter, deque
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.errors import QueueFullError, RequestTooLongError
+from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         defragment_s=st.integers(0, 2),
         max_moves=st.integers(1, 4),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3]),
+        num_more_blocks=st.none() | st.integers(0, 12),
     )
     def start(
         self,
@@ -90,10 +92,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         defragment_s,
         max_moves,
         num_draft_tokens,
+        num_more_blocks,
     ):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
+            max_num_blocks=None if num_more_blocks is None else num_blocks + num_more_blocks,
             max_num_seqs=max_num_seqs,
             num_draft_tokens=min(num_draft_tokens, block_size - 1),
             max_num_batched_tokens=max_num_seqs + extra_budget,
@@ -131,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start_core(self):
         self.core = Successor(self.config)
         self.worker = FakeWorker(self.config)
+        self.shrinks_to = None
         self.worker.disk.failure_rate = self.disk_failures
         self.unanswered: deque[StepOutcome] = deque()
         self.to_resubmit: list[Request] = []
@@ -206,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (
                 num_prompt + max_tokens > self.core.max_request_len
                 or beam.width > self.config.max_num_seqs
-                or num_prompt // size + beam.width * num_unshared > self.config.num_blocks
+                or num_prompt // size + beam.width * num_unshared > self.num_usable_blocks
             )
             return
         except QueueFullError:
@@ -269,6 +274,37 @@ class SchedulerMachine(RuleBasedStateMachine):
     def defragment(self):
         self.core.defragment()
 
+    @property
+    def num_usable_blocks(self):
+        return self.shrinks_to or self.worker.num_blocks
+
+    @precondition(lambda self: self.config.max_num_blocks is not None and not self.shrinks_to)
+    @rule(share=st.floats(0, 1))
+    def resize(self, share):
+        """To grow, the worker goes first; to shrink, the scheduler does."""
+        before = self.worker.num_blocks
+        num_blocks = round(1 + share * (self.config.max_num_blocks - 1))
+        try:
+            self.core.check_resize(num_blocks)
+        except ResizeRefusedError:
+            assert num_blocks < before
+            return
+        if num_blocks >= before:
+            self.worker.resize(num_blocks)
+            self.core.resize(num_blocks)
+        else:
+            self.core.shrink(num_blocks)
+            self.shrinks_to = num_blocks
+
+    @precondition(lambda self: self.shrinks_to and self.core.is_shrunk)
+    @rule(can_shrink=st.booleans())
+    def end_shrinking(self, can_shrink):
+        """The worker does it, or cannot."""
+        if can_shrink:
+            self.worker.resize(self.shrinks_to)
+        self.core.resize(self.worker.num_blocks)
+        self.shrinks_to = None
+
     @precondition(lambda self: self.core.load().num_pinned_blocks)
     @rule(seconds=st.integers(1, 8))
     def wait(self, seconds):
@@ -311,6 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_worker(self):
         self.resubmit_all()
         requests = self.core.drain()
+        self.config = replace(self.config, num_blocks=self.worker.num_blocks)
         self.start_core()
         for request in requests:
             self.core.submit(request, self.now)
@@ -322,7 +359,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if lost_source is not None:
             self.oracle.lose(lost_source)
         self.resubmit_all()  # of the restart before
+        self.config = replace(self.config, num_blocks=self.worker.num_blocks)
         self.core = Successor(self.config)
+        self.shrinks_to = None
         self.forget_moves()
         self.core.inherit(self.worker.hand_over(), self.now)
         check(self.core)
@@ -372,9 +411,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.unanswered:
                 self.update()
         assert not self.oracle.live
+        self.now += self.config.claim_s
         while (plan := self.core.schedule(self.now)) is not None:
             self.core.update(self.worker.execute(plan))
         assert not self.worker.rows
+        if self.shrinks_to:
+            assert self.core.is_shrunk, "nothing is to do, and blocks are still on their way out"
+            self.end_shrinking(can_shrink=True)
         load = self.core.load()
         num_free = load.num_free_blocks + load.num_cached_blocks
         assert num_free + load.num_pinned_blocks == load.num_blocks

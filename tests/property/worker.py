@@ -53,6 +53,7 @@ class FakeWorker:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.num_blocks = config.num_blocks
         self.slots: list[Context | None] = [None] * (config.num_blocks * config.block_size)
         self.host: dict[int, Content] = {}  # of blocks that hold something
         self.labels: dict[int, bytes] = {}
@@ -81,6 +82,15 @@ class FakeWorker:
             self._read(row, count)
         failed = self._arrive(plan, arriving)
         return self._sample(plan, work, failed)
+
+    def resize(self, num_blocks: int) -> None:
+        """Give back the blocks beyond, which no row has, or get some that hold nothing."""
+        for row in self.rows.values():
+            assert max(row.blocks) < num_blocks, "a row has a block that goes"
+        num_slots = num_blocks * self.config.block_size
+        self.slots = self.slots[:num_slots] + [None] * (num_slots - len(self.slots))
+        self.labels = {block: label for block, label in self.labels.items() if block < num_blocks}
+        self.num_blocks = num_blocks
 
     def hand_over(self) -> Holdings:
         """Forget the rows, as when a scheduler attaches, and say what there was."""
@@ -142,7 +152,7 @@ class FakeWorker:
             taken = [b for b in row.blocks if b in src_to_dst.values() and b not in src_to_dst]
             assert not taken, "a block is renamed to one that a table names"
             row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
-            assert all(0 <= block < self.config.num_blocks for block in row.blocks)
+            assert all(0 <= block < self.num_blocks for block in row.blocks)
 
     def _work(self, plan: StepPlan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
@@ -206,7 +216,7 @@ class FakeWorker:
     # --- blocks ---------------------------------------------------------------------------------
 
     def _block(self, block: int) -> slice:
-        assert 0 <= block < self.config.num_blocks
+        assert 0 <= block < self.num_blocks
         size = self.config.block_size
         return slice(block * size, (block + 1) * size)
 
