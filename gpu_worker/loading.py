@@ -70,6 +70,7 @@ def load(
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=leader is None,
         max_num_blocks=loaded.max_num_blocks,
+        min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
     )
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(loaded.device))

@@ -290,9 +290,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachment_of(request.epoch)
         if (most := info.max_num_blocks) is None:
             raise UnimplementedError(f"the number of blocks of {info.worker_id} is fixed")
-        if not 1 <= request.num_blocks <= most:
+        if not (least := info.min_num_blocks) <= request.num_blocks <= most:
             raise InvalidArgumentError(
-                "num_blocks", f"is {request.num_blocks}; it must be in [1, {most}]"
+                "num_blocks", f"is {request.num_blocks}; it must be in [{least}, {most}]"
             )
         # It goes on if the caller is gone: what there is then must be known.
         self._resizing = asyncio.create_task(self._resize(steps, request.num_blocks))

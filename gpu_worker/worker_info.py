@@ -51,6 +51,8 @@ class WorkerInfo:
     """Whether host blocks, if there are any, can be read and written by other workers."""
     max_num_blocks: int | None = None
     """Most device blocks that its pool can be resized to; None: its size is fixed."""
+    min_num_blocks: int = 1
+    """Fewest that it can be resized to."""
     instance_id: int = field(default_factory=new_instance_id)
     """Tells this start of this worker from all others."""
 

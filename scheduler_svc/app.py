@@ -27,6 +27,7 @@ from scheduler_svc.queue_metrics import QueueCollector
 from scheduler_svc.queue_room import QueueRoom
 from scheduler_svc.recording import Recordings
 from scheduler_svc.reign import next_epoch, wait_for_vacancy
+from scheduler_svc.resizer import Resizer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
@@ -118,7 +119,8 @@ async def _run_scheduler(
     registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
     queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
-    servicer = SchedulerServicer(fleet, streams, migrator, queue_room, epoch)
+    resizer = Resizer(roster)
+    servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
     tasks: list[asyncio.Task[None]] = []
 
     def run(work: Coroutine[Any, Any, None], name: str) -> None:
@@ -154,6 +156,7 @@ async def _run_scheduler(
         )
     finally:
         migrator.stop()
+        resizer.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -180,6 +183,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_model_len=info.model.max_model_len,
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
+        min_num_blocks=info.min_num_blocks,
         max_waiting=settings.max_waiting,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,

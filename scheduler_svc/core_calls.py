@@ -62,6 +62,20 @@ class Defragment:
 
 
 @dataclass(frozen=True, slots=True)
+class Shrink:
+    """`core.shrink(num_blocks)`."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """`core.resize(num_blocks)`."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """`core.schedule(now, max_paced_tokens)`."""
 
@@ -110,7 +124,18 @@ class EndImport:
 Move: TypeAlias = BeginExport | EndExport | BeginImport | EndImport
 """What has to do with another core."""
 
-Call: TypeAlias = Inherit | Submit | Cancel | CancelSource | Defragment | Schedule | Update | Move
+Call: TypeAlias = (
+    Inherit
+    | Submit
+    | Cancel
+    | CancelSource
+    | Defragment
+    | Shrink
+    | Resize
+    | Schedule
+    | Update
+    | Move
+)
 
 
 @dataclass(frozen=True, slots=True)

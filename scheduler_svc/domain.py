@@ -52,6 +52,8 @@ class WorkerInfo:
     """Most tokens that it guesses for a decoding sequence in a step; 0: it drafts none."""
     max_num_blocks: int | None = None
     """Most device blocks that it can be resized to; None: their number is fixed."""
+    min_num_blocks: int = 1
+    """Fewest that it can be resized to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,9 @@ from scheduler_svc.core_calls import (
     Defragment,
     Entry,
     Inherit,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
 )
@@ -219,6 +221,10 @@ class _Recording:
                 self._cut_off(self.core.cancel(source, keys))
             case Defragment():  # moves blocks, and nobody's tokens
                 self.core.defragment()
+            case Shrink() | Resize():
+                raise RecordingError(
+                    "its worker's pool was resized: when that could be, another policy decides"
+                )
             case Inherit():
                 raise RecordingError(
                     "it begins with what the worker held of the scheduler before: which, another "

@@ -36,7 +36,9 @@ from scheduler_svc.core_calls import (
     EndExport,
     EndImport,
     Inherit,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
 )
@@ -85,6 +87,14 @@ class RecordingScheduler(Successor):
     def defragment(self) -> None:
         """See `Scheduler`."""
         self._recorded(Defragment(), super().defragment)
+
+    def shrink(self, num_blocks: int) -> None:
+        """See `Scheduler`."""
+        self._recorded(Shrink(num_blocks), super().shrink, num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """See `Scheduler`."""
+        self._recorded(Resize(num_blocks), super().resize, num_blocks)
 
     def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
         """See `Scheduler`."""

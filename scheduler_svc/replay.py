@@ -24,7 +24,9 @@ from scheduler_svc.core_calls import (
     Entry,
     Inherit,
     RecordedPlan,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
     keep_plan,
@@ -196,6 +198,10 @@ class _Replayer:
                 self._core.cancel_source(source)
             case Defragment():
                 self._core.defragment()
+            case Shrink(num_blocks):
+                self._core.shrink(num_blocks)
+            case Resize(num_blocks):
+                self._core.resize(num_blocks)
             case Schedule(now, max_paced_tokens):
                 plan = self._core.schedule(now, max_paced_tokens)
                 self._hear_finished(self._core.take_expired())

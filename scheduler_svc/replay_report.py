@@ -16,7 +16,9 @@ from scheduler_svc.core_calls import (
     EndImport,
     Inherit,
     RecordedPlan,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
 )
@@ -89,6 +91,10 @@ def _name_call(difference: Difference) -> str:
             return f"cancel of source {source}"
         case Defragment():
             return "defragment"
+        case Shrink(num_blocks):
+            return f"shrink to {num_blocks} blocks"
+        case Resize(num_blocks):
+            return f"resize to {num_blocks} blocks"
         case Schedule(now):
             return f"schedule at {now:.6f} s"
         case Update(outcome):

@@ -18,10 +18,11 @@ from scheduler_svc.fleet import Fleet
 from scheduler_svc.migrator import Migrator
 from scheduler_svc.queue_room import QueueRoom
 from scheduler_svc.request_ends import live_seq_keys
+from scheduler_svc.resizer import Resizer
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto
-from scheduler_svc.wire.kv import description_to_proto, query_from_proto
+from scheduler_svc.wire.kv import description_to_proto, query_from_proto, resize_to_proto
 from scheduler_svc.wire.router import (
     defragmentation_to_proto,
     load_to_proto,
@@ -30,6 +31,8 @@ from scheduler_svc.wire.router import (
     welcome_to_proto,
 )
 
+_PROGRESS_S = 0.25
+"""How often it is told how far a pool is that is being resized."""
 _GIVE_UP_S = 0.5
 """How often requests are looked for that are to be given up."""
 
@@ -44,6 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         fleet: Fleet,
         streams: RouterStreams,
         migrator: Migrator,
+        resizer: Resizer,
         queue_room: QueueRoom,
         epoch: int,
     ) -> None:
@@ -52,6 +56,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._kept = streams.kept
         self._migrator = migrator
         self._queue_room = queue_room
+        self._resizer = resizer
         self._epoch = epoch
 
     async def give_up_kept(self) -> None:
@@ -156,6 +161,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_blocks=moved.num_blocks,
             was_there=moved.was_there,
         )
+
+    async def ResizeKv(  # noqa: N802
+        self,
+        request: scheduler_pb2.ResizeKvRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> None:
+        """Give a worker's KV pool another size, and tell how far that is."""
+        size = request.WhichOneof("size")
+        resize = self._resizer.begin(
+            request.worker,
+            num_blocks=request.num_blocks if size == "num_blocks" else None,
+            num_bytes=request.num_bytes if size == "num_bytes" else None,
+        )
+        while not resize.task.done():
+            await context.write(resize_to_proto(resize.progress(), is_done=False))
+            await asyncio.wait([resize.task], timeout=_PROGRESS_S)
+        await resize.task
+        await context.write(resize_to_proto(resize.progress(), is_done=True))
 
     async def _read(
         self,

@@ -92,6 +92,7 @@ class Session:
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
         self._awaited_steps = AwaitedSteps()
+        self._awaited_shrinking: asyncio.Future[None] | None = None
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
             asyncio.get_running_loop().call_later(core.config.claim_s, wake.set)
 
@@ -143,6 +144,21 @@ class Session:
         self.check_alive()
         if self._core.last_answered < step:
             await self._awaited_steps.wait(step)
+
+    async def shrunk(self) -> None:
+        """Wait until the core `is_shrunk`, as it was told to be; for one caller.
+
+        Raises:
+            UnavailableError: The worker is lost before that.
+        """
+        self.check_alive()
+        if not self._core.is_shrunk:
+            self._awaited_shrinking = asyncio.get_running_loop().create_future()
+            await self._awaited_shrinking
+
+    async def resize_pool(self, num_blocks: int) -> None:
+        """See `WorkerLink`."""
+        await self._link.resize_pool(num_blocks)
 
     async def pull_kv(
         self,
@@ -270,6 +286,7 @@ class Session:
             if self._link.lost is not None:
                 raise self._link.lost
             self._send_steps()
+            self._tell_shrunk()
             self._placement_load = None
             await self._wake.wait()
             self._wake.clear()
@@ -283,6 +300,7 @@ class Session:
         self._has_ended = True
         self._awaited_steps.answered(self._core.last_answered)
         self._awaited_steps.lost(UnavailableError(f"it is lost: {lost}"))
+        self._tell_shrunk()
         return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -325,6 +343,18 @@ class Session:
             self._spans.admitted(admitted)
         self._after(news.finished, took_s)
         self._awaited_steps.answered(self._core.last_answered)
+
+    def _tell_shrunk(self) -> None:
+        waiting = self._awaited_shrinking
+        if waiting is None or not (self._has_ended or self._core.is_shrunk):
+            return
+        self._awaited_shrinking = None
+        if waiting.done():
+            return
+        if self._has_ended:
+            waiting.set_exception(UnavailableError(f"it is lost: {self._link.lost}"))
+        else:
+            waiting.set_result(None)
 
     def _apply_commands(self) -> None:
         self._num_posted_seqs = self._num_posted_tokens = 0

@@ -175,6 +175,16 @@ class WorkerLink:
         with calling():
             await self._stub.PullKv(request)
 
+    async def resize_pool(self, num_blocks: int) -> None:
+        """Have the worker's device have so many blocks; see `WorkerService.ResizePool`.
+
+        Raises:
+            QuireError: It has as many as before, or the worker is lost.
+        """
+        request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
+        with calling():
+            await self._stub.ResizePool(request)
+
     def let_go(self) -> None:
         """Take the worker for lost: it is about to end."""
         self._lose(UnavailableError("it is draining"))

@@ -142,6 +142,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
         takes_kv=False,
         max_num_blocks=settings.max_num_blocks or settings.num_blocks,
+        min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
     )
     steps = SimulatedSteps(
         limits,

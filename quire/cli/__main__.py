@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "top": "watch queues, sequences, KV and rates",
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
+    "resize": "give a worker's KV pool another size",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
     "defragment": "move the KV blocks in use together",

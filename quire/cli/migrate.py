@@ -5,10 +5,8 @@ from typing import cast
 
 import grpc
 
-from quire.cli.command_error import CommandError
-from quire.cli.service_dir import running_services
 from quire.cli.settings import MigrateSettings
-from quire.cli.target import connection_errors
+from quire.cli.target import connection_errors, find_scheduler
 from quire.v1 import scheduler_pb2
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from rpc.channel import open_blocking_channel
@@ -19,7 +17,7 @@ from rpc.status import status_to_error
 def main(argv: Sequence[str]) -> int:
     """Run `quire migrate`; give the exit code."""
     settings = parse_settings(MigrateSettings, "quire migrate", argv)
-    target = settings.scheduler or _find_scheduler()
+    target = settings.scheduler or find_scheduler()
     with connection_errors(target):
         moved = _migrate(target, settings)
     if moved.was_there:
@@ -44,12 +42,3 @@ def _migrate(target: str, settings: MigrateSettings) -> scheduler_pb2.MigrateRes
         except grpc.RpcError as error:
             raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None
     return response
-
-
-def _find_scheduler() -> str:
-    services = [service for service in running_services() if service.scheduler_target]
-    if len(services) != 1:
-        raise CommandError(
-            f"--scheduler: is not given, and {len(services)} services of yours run on this machine"
-        )
-    return services[0].scheduler_target

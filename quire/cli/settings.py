@@ -156,6 +156,30 @@ class TopSettings(RouterClientSettings):
     """Most sequences of a worker to ask for; as many are shown as the terminal has room for."""
 
 
+class ResizeSettings(LinkSettings):
+    """Give a worker's KV pool another size while it works, such as to let another model have room.
+
+    Of the blocks that go, the contents are moved or preempted first. Give --blocks or --gib.
+    """
+
+    worker: str = ""
+    """The worker's target, as `quire kv` shows it; empty: the scheduler's only one."""
+    blocks: Annotated[int, Field(ge=1)] | None = None
+    """How many device blocks it is to have."""
+    gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """How much memory its device blocks are to take, in GiB."""
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if (self.blocks is None) == (self.gib is None):
+            given = "both are" if self.gib is not None else "neither is"
+            raise ValueError(f"one of --blocks and --gib must be given; {given}")
+        return self
+
+
 class MigrateSettings(LinkSettings):
     """Move a live request with its KV to another worker; its output stays what it would be."""
 

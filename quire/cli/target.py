@@ -1,4 +1,4 @@
-"""Which router a command talks to, and what it says if none is there."""
+"""Which process a command talks to, and what it says if none is there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,6 +29,20 @@ def find_target(target: str) -> str:
         if len(services) == 1:
             return services[0].grpc_target
     return DEFAULT_TARGET
+
+
+def find_scheduler() -> str:
+    """Give the scheduler of the one service that runs here.
+
+    Raises:
+        CommandError: There are several, or none.
+    """
+    services = [service for service in running_services() if service.scheduler_target]
+    if len(services) != 1:
+        raise CommandError(
+            f"--scheduler: is not given, and {len(services)} services of yours run on this machine"
+        )
+    return services[0].scheduler_target
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:

@@ -287,3 +287,27 @@ class MigrateResponse(_message.Message):
     num_blocks: int
     was_there: bool
     def __init__(self, from_worker: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_blocks: _Optional[int] = ..., was_there: bool = ...) -> None: ...
+
+class ResizeKvRequest(_message.Message):
+    __slots__ = ("worker", "num_blocks", "num_bytes")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    num_blocks: int
+    num_bytes: int
+    def __init__(self, worker: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class ResizeKvResponse(_message.Message):
+    __slots__ = ("num_blocks_before", "num_blocks", "num_leaving_blocks", "is_done", "block_bytes")
+    NUM_BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEAVING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_DONE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_blocks_before: int
+    num_blocks: int
+    num_leaving_blocks: int
+    is_done: bool
+    block_bytes: int
+    def __init__(self, num_blocks_before: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_leaving_blocks: _Optional[int] = ..., is_done: bool = ..., block_bytes: _Optional[int] = ...) -> None: ...

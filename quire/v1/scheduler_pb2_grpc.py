@@ -78,6 +78,11 @@ class SchedulerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.MigrateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_scheduler__pb2.MigrateResponse.FromString,
                 _registered_method=True)
+        self.ResizeKv = channel.unary_stream(
+                '/quire.v1.SchedulerService/ResizeKv',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.ResizeKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.ResizeKvResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -146,6 +151,19 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizeKv(self, request, context):
+        """Lets a worker's KV pool grow or shrink while it goes on working, and tells how far that is, until
+        it is done; it is done even if the caller goes. To grow, the worker needs the memory. To shrink,
+        the blocks that go are emptied first: what is cached in them goes to the host tier or is lost,
+        what is held is moved to others, and where these are too few, sequences are preempted.
+        NOT_FOUND if there is no such worker; INVALID_ARGUMENT if it is not said which, or what size;
+        FAILED_PRECONDITION, saying why and what the limit is, if the pool cannot have it, and nothing
+        has changed; UNAVAILABLE if the worker is not attached, or lost meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +196,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Migrate,
                     request_deserializer=quire_dot_v1_dot_scheduler__pb2.MigrateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_scheduler__pb2.MigrateResponse.SerializeToString,
+            ),
+            'ResizeKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResizeKv,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.ResizeKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.ResizeKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +379,33 @@ class SchedulerService(object):
             '/quire.v1.SchedulerService/Migrate',
             quire_dot_v1_dot_scheduler__pb2.MigrateRequest.SerializeToString,
             quire_dot_v1_dot_scheduler__pb2.MigrateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizeKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.SchedulerService/ResizeKv',
+            quire_dot_v1_dot_scheduler__pb2.ResizeKvRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.ResizeKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

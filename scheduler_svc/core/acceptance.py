@@ -108,9 +108,7 @@ def check_deadline(
         )
 
 
-def _check_search(
-    request: Request, width: int, num_blocks: int, config: SchedulerConfig
-) -> None:
+def _check_search(request: Request, width: int, num_blocks: int, config: SchedulerConfig) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     if width > config.max_num_seqs:
         raise RequestTooLongError(

@@ -257,7 +257,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_leaving(self) -> int:
-        """Held blocks that are being taken out of use; counting takes time in proportion to those."""
+        """Held blocks that are being taken out of use; takes time in proportion to what goes."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:

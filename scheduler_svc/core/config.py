@@ -36,6 +36,8 @@ class SchedulerConfig:
     a step may bring it one more than that; less than `block_size`."""
     max_num_blocks: int | None = None
     """Most device blocks that there may come to be; None: their number is fixed."""
+    min_num_blocks: int = 1
+    """Fewest that there may come to be."""
     max_waiting: int = 1024
     """Most sequences that may wait."""
     enable_prefix_caching: bool = True
@@ -98,8 +100,14 @@ class SchedulerConfig:
                 f"max_num_blocks is {self.max_num_blocks}; it must be at least num_blocks,"
                 f" {self.num_blocks}"
             )
+        if self.min_num_blocks > self.num_blocks:
+            raise ValueError(
+                f"min_num_blocks is {self.min_num_blocks}; it must be at most num_blocks,"
+                f" {self.num_blocks}"
+            )
         for name in (
             "num_blocks",
+            "min_num_blocks",
             "block_size",
             "max_num_seqs",
             "max_model_len",

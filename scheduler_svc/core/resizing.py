@@ -5,8 +5,8 @@ To grow, the worker is asked first, and then the core learns what has come. To s
     begin     blocks from the new end on are taken out of use. Free ones are so at once; what was
               cached in them is demoted as far as a step has room for it. Held ones are moved below
               by the defragmenter, and where there is no room below, sequences are preempted first.
-    settled   nobody holds one; the worker has been told of all rows that are gone, and all steps are
-              answered that may have touched one. Now it can be told to give them back.
+    settled   nobody holds one; the worker has been told of all rows that are gone, and all steps
+              are answered that may have touched one. Now it can be told to give them back.
     end       it has: they are gone. Or it has not: they are in use again.
 """
 
@@ -68,11 +68,10 @@ class Resizing:
             raise ResizeRefusedError(
                 f"num_blocks is {num_blocks}; the worker has reserved room for at most {most}"
             )
-        least = min(-(-config.max_model_len // config.block_size), config.num_blocks)
-        if num_blocks < least:
+        if num_blocks < (least := config.min_num_blocks):
             raise ResizeRefusedError(
-                f"num_blocks is {num_blocks}; it must be at least {least}: the longest sequence that"
-                f" routers may submit has {least * config.block_size} tokens"
+                f"num_blocks is {num_blocks}; it must be at least {least}: so many has a sequence"
+                f" of max_model_len, {config.max_model_len}, or so few had the pool at first"
             )
         for request in live:
             try:

@@ -31,7 +31,9 @@ from scheduler_svc.core_calls import (
     Inherit,
     RecordedPlan,
     RecordedSequence,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
     tokens_crc,
@@ -99,6 +101,10 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
             entry.cancel_source.source = source
         case Defragment():
             entry.defragment.SetInParent()
+        case Shrink(num_blocks):
+            entry.shrink.num_blocks = num_blocks
+        case Resize(num_blocks):
+            entry.resize.num_blocks = num_blocks
         case BeginExport() | EndExport() | BeginImport() | EndImport():
             move_to_proto(call, entry, _request_to_proto)
     return entry.SerializeToString()
@@ -234,6 +240,10 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             call = CancelSource(SourceId(message.cancel_source.source))
         case "defragment":
             call = Defragment()
+        case "shrink":
+            call = Shrink(message.shrink.num_blocks)
+        case "resize":
+            call = Resize(message.resize.num_blocks)
         case "begin_export" | "end_export" | "begin_import" | "end_import":
             call = move_from_proto(message, _request_from_proto)
         case "end":

@@ -71,6 +71,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         takes_kv=message.takes_kv,
         num_draft_tokens=message.num_draft_tokens,
         max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
+        min_num_blocks=message.min_num_blocks or 1,
     )
     most_blocks = info.num_blocks if info.max_num_blocks is None else info.max_num_blocks
     for field, value, least, most in (
@@ -80,6 +81,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         ("max_num_batched_tokens", info.max_num_batched_tokens, 1, 2**31 - 1),
         ("num_blocks", info.num_blocks, 1, _MAX_BLOCKS),
         ("max_num_blocks", most_blocks, info.num_blocks, _MAX_BLOCKS),
+        ("min_num_blocks", info.min_num_blocks, 1, info.num_blocks),
         ("num_host_blocks", info.num_host_blocks, 0, _MAX_BLOCKS),
         ("num_disk_blocks", info.num_disk_blocks, 0, _MAX_BLOCKS),
         ("block_size", info.block_size, 1, _MAX_BLOCK_SIZE),

@@ -46,7 +46,9 @@ from scheduler_svc.core_calls import (
     CoreOrigin,
     Defragment,
     End,
+    Resize,
     Schedule,
+    Shrink,
     Submit,
     Update,
 )
@@ -268,6 +270,8 @@ def _recording_payloads() -> list[bytes]:
         call_to_payload(Update(outcome), None, ""),
         call_to_payload(Cancel(SourceId(0), (SeqKey(1),)), None, ""),
         call_to_payload(Defragment(), None, ""),
+        call_to_payload(Shrink(4), None, ""),
+        call_to_payload(Resize(4), None, ""),
         end_to_payload(End("over")),
     ]
 

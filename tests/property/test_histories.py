@@ -98,7 +98,7 @@ def resize(machine: SchedulerMachine, draw: Random, reached: Counter[str]) -> No
         if machine.core.is_shrunk and draw.random() < 0.5:
             reached["num_shrunk_under_load"] += bool(machine.oracle.live)
             machine.end_shrinking(can_shrink=draw.random() < 0.8)
-    elif machine.config.max_num_blocks is not None and draw.random() < 0.03:
+    elif machine.config.max_num_blocks and not machine.to_resubmit and draw.random() < 0.03:
         machine.resize(draw.random())
 
 

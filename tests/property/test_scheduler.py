@@ -97,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
+            min_num_blocks=min(num_blocks, -(-24 // block_size)),
             max_num_blocks=None if num_more_blocks is None else num_blocks + num_more_blocks,
             max_num_seqs=max_num_seqs,
             num_draft_tokens=min(num_draft_tokens, block_size - 1),
@@ -278,7 +279,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_usable_blocks(self):
         return self.shrinks_to or self.worker.num_blocks
 
-    @precondition(lambda self: self.config.max_num_blocks is not None and not self.shrinks_to)
+    # Of requests that come again later no core knows how much they need.
+    @precondition(
+        lambda self: (
+            self.config.max_num_blocks is not None and not (self.shrinks_to or self.to_resubmit)
+        )
+    )
     @rule(share=st.floats(0, 1))
     def resize(self, share):
         """To grow, the worker goes first; to shrink, the scheduler does."""

@@ -7,7 +7,7 @@ import tempfile
 import grpc.aio
 import pytest
 
-from quire.cli import migrate
+from quire.cli import target
 from quire.cli.__main__ import main
 from quire.client import AsyncClient, Client
 from quire.kv_types import KvTier, SequenceStatus
@@ -97,6 +97,6 @@ async def test_migrate_says_what_became_of_it(scheduler, capsys, request_id, cod
 
 
 async def test_migrate_needs_a_scheduler(capsys, monkeypatch):
-    monkeypatch.setattr(migrate, "running_services", lambda: iter(()))
+    monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("migrate", "r", "--to", "b") == 1
     assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err

@@ -113,6 +113,30 @@ class DriverOfBadMemory(Driver):
         super().schedule()
 
 
+class DriverOfResizes(Driver):
+    """A driver whose worker's pool grows, shrinks, and at times does not shrink after all."""
+
+    num_shrunk = 0
+
+    def schedule(self):
+        if self.more_dice.random() < 0.05:
+            self.resize()
+        super().schedule()
+
+    def resize(self):
+        least, most = self.core.config.num_blocks, self.core.config.max_num_blocks
+        if self.core.num_blocks == least:
+            self.worker.resize(most)
+            self.core.resize(most)
+        elif self.core.is_shrunk:
+            self.worker.resize(self.more_dice.choice([least, most]))
+            self.num_shrunk += self.worker.num_blocks == least
+            self.core.resize(self.worker.num_blocks)
+        else:
+            with contextlib.suppress(ResizeRefusedError):
+                self.core.shrink(least)
+
+
 def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):
     """Record a random run; give the file and who drove it."""
     with Recordings(folder, max_bytes, epoch=7) as records, records.open_core(INFO, config) as core:

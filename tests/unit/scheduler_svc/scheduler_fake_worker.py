@@ -48,7 +48,17 @@ class Row:
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Serves at `target`. A paused one takes batches and answers none."""
 
-    def __init__(self, target, *, num_blocks=256, block_size=4, max_num_seqs=64, model_id="fake"):
+    def __init__(
+        self,
+        target,
+        *,
+        num_blocks=256,
+        block_size=4,
+        max_num_seqs=64,
+        model_id="fake",
+        max_num_blocks=None,
+        block_bytes=0,
+    ):
         self.target = target
         self.num_drains = 0
         self.info = worker_pb2.WorkerInfo(
@@ -60,7 +70,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(256, max_num_seqs),
             num_blocks=num_blocks,
+            max_num_blocks=max_num_blocks,
+            min_num_blocks=1 if max_num_blocks is None else num_blocks,
             block_size=block_size,
+            block_bytes=block_bytes,
             instance_id=1,
             takes_kv=True,
         )
@@ -68,6 +81,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.held_rows = ()  # when it was attached
         self.num_computed_before = []  # of each sequence that was announced
         self.attach_error = None
+        self.resize_error = None
+        self.may_resize = asyncio.Event()
+        self.may_resize.set()
+        self.was_asked_to_resize = asyncio.Event()
         self.num_attaches = 0
         self.rows = {}
         self.received = []  # step ids, as batches come
@@ -152,6 +169,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self.is_leaving.wait()
         return worker_pb2.AwaitDrainResponse()
 
+    async def ResizePool(self, request, context):  # noqa: N802
+        assert request.epoch == self.epoch
+        self.was_asked_to_resize.set()
+        await self.may_resize.wait()
+        if self.resize_error is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.resize_error)
+        for row in self.rows.values():
+            assert max(row.blocks) < request.num_blocks, "a row has a block that goes"
+        self.info.num_blocks = request.num_blocks
+        return worker_pb2.ResizePoolResponse()
+
     async def DescribeDevice(self, request, context):  # noqa: N802, ARG002
         assert request.epoch <= self.epoch, "its scheduler asks, under the epoch that has attached"
         await self.lives.wait()
@@ -226,6 +254,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         names = dict(renamed)
         for state in self.rows.values():
             state.blocks = [names.get(block, block) for block in state.blocks]
+            assert max(state.blocks) < self.info.num_blocks
         decoding = [row for row, state in self.rows.items() if self._decodes(state)]
         assert len(decoding) == batch.num_decodes, (batch.step_id, decoding, batch.num_decodes)
         sampling = [row for row in decoding if not self.rows[row].stopped]

@@ -10,6 +10,7 @@ from recorded_runs import (
     INFO,
     Driver,
     DriverOfBadMemory,
+    DriverOfResizes,
     DriverOfSearches,
     record,
     replay_bytes,
@@ -48,6 +49,20 @@ def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
     text = "\n".join(describe(result))
     assert "is not what was swapped out" in text
     assert "host block" in text
+
+
+def test_a_run_whose_pool_is_resized_replays_the_same(tmp_path):
+    config = replace(CONFIG, max_num_blocks=16, min_num_blocks=10, num_host_blocks=6)
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
+        driver = DriverOfResizes(core, seed=1)
+        driver.run(600)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.load == driver.core.load()
+    assert result.load.num_moved_blocks > 0
+    assert driver.num_shrunk > 2
 
 
 def test_a_run_with_a_disk_replays_the_same(tmp_path):
