@@ -202,7 +202,7 @@ class FakeWorker:
         size, content = self.config.block_size, self.slots[self._block(block)]
         for end in range(size, 0, -1):
             last = content[end - 1]
-            if last in (None, WRONG) or (len(last) - 1) % size != end % size:
+            if last in (None, WRONG, VOID) or (len(last) - 1) % size != end % size:
                 continue
             salt, *tokens = last
             chain, ids = [], np.array(tokens, np.int32)
