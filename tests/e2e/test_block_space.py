@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from quire.cli.__main__ import main
 from quire.v1 import inference_pb2, scheduler_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire.v1.scheduler_pb2_grpc import SchedulerServiceStub
@@ -56,6 +57,32 @@ def test_tokens_are_the_same_while_blocks_move_under_the_streams(service):
     service.use_scheduler()
     assert asyncio.run(generate_all(service)) == outputs
     assert service.metrics(service.scheduler)["quire_kv_moved_blocks_total"] == 0
+
+
+def resize_over_and_over(service: Service) -> None:
+    """Have a pool that is smaller than what runs, then larger than at first, and so on."""
+    for size in (40, 300, 70, 120, NUM_BLOCKS):
+        argv = ["resize", f"--scheduler=unix:{service.uds['scheduler']}", f"--blocks={size}"]
+        assert main(argv) == 0
+
+
+async def generate_while_resizing(service: Service) -> list[list[list[int]]]:
+    resizing = asyncio.create_task(asyncio.to_thread(resize_over_and_over, service))
+    rounds = [await generate_all(service)]
+    while not resizing.done():
+        rounds.append(await generate_all(service))
+    await resizing
+    return rounds
+
+
+def test_tokens_are_the_same_while_the_pool_is_resized_under_the_streams(service, capsys):
+    service.use_scheduler("--no-enable-prefix-caching")
+    expected = asyncio.run(generate_all(service))
+    rounds = asyncio.run(generate_while_resizing(service))
+    assert all(outputs == expected for outputs in rounds)
+    assert service.metrics(service.scheduler)["quire_kv_blocks"] == NUM_BLOCKS
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(f"{NUM_BLOCKS} blocks (")
 
 
 def test_blocks_are_moved_together_on_demand(service):
