@@ -13,7 +13,7 @@ Blank blocks at or beyond the *border* are given last, lowest first, so that wha
 has emptied stays empty. At first there are none.
 
 A pool can be resized. Before it shrinks, blocks from its *end to be* on are taken out of use: those
-that are free, or become so, are *retired*, with neither holder nor hash, and given to nobody.
+that are free, or become so, are *retired*: with neither holder nor hash, and given to nobody.
 """
 
 from array import array
@@ -144,7 +144,7 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] = count
             if count == 0:
                 if block >= self._end:
-                    self._retire(block, is_lost=False)
+                    self._forget(block)
                 elif (block_hash := self._hashes[block]) is not None:
                     self._cached.add(block_hash)
                 elif block < self._border:
@@ -244,7 +244,7 @@ class BlockPool(Generic[BlockIdT]):
                 self._hash_to_block[block_hash] = block
             if block >= self._end and counts[block] == 0:
                 self._cached.remove(cast("BlockHash", block_hash))
-                self._retire(block, is_lost=True)
+                self._forget(block)
         if self._labels is not None:
             self._labels.exchange(one, other)
 
@@ -263,7 +263,8 @@ class BlockPool(Generic[BlockIdT]):
     def retire_from(self, end: int) -> None:
         """Take blocks from `end` on out of use; `on_evict` hears of those that are cached.
 
-        Those that are held go on being so, and are retired when they become free.
+        Those that are held go on being so, and are retired when they become free; what they hold
+        is then lost.
         """
         self._end = end
         self._blank = [block for block in self._blank if block < end]
@@ -272,7 +273,9 @@ class BlockPool(Generic[BlockIdT]):
         for block_hash, block in reversed(cached):  # there may be room for few on the host
             if block >= end:
                 self._cached.remove(block_hash)
-                self._retire(block, is_lost=False)
+                self._forget(block)
+                if self._on_evict is not None:
+                    self._on_evict(block, block_hash)
 
     def resize(self, num_blocks: int) -> None:
         """Have `num_blocks` blocks, all of them in use; those that come, or come back, are blank.
@@ -293,15 +296,12 @@ class BlockPool(Generic[BlockIdT]):
         border = num_blocks if was_whole else min(self._border, num_blocks)
         self.set_border(self._block_id(border))
 
-    def _retire(self, block: BlockIdT, *, is_lost: bool) -> None:
-        """Let nobody find a free block, not cached any more; `on_evict` hears of it if not lost."""
-        if (block_hash := self._hashes[block]) is None:
-            return
-        self._cached.forget(block_hash)
-        del self._hash_to_block[block_hash]
-        self._hashes[block] = None
-        if self._on_evict is not None and not is_lost:
-            self._on_evict(block, block_hash)
+    def _forget(self, block: BlockIdT) -> None:
+        """Let nobody find a free block that is not cached."""
+        if (block_hash := self._hashes[block]) is not None:
+            self._cached.forget(block_hash)
+            del self._hash_to_block[block_hash]
+            self._hashes[block] = None
 
     # --- after another scheduler ----------------------------------------------------------------
 

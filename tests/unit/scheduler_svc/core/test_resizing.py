@@ -1,0 +1,224 @@
+"""A pool that grows and shrinks by example: which block goes where, and when it is gone."""
+
+import pytest
+from core_driver import ROUTER, answer, make_core, new, schedule, submit
+
+from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.errors import BrokenInvariantError, ResizeRefusedError
+from scheduler_svc.core.invariants import check
+
+PROMPT = list(range(5))  # two blocks
+
+
+def core_of(num_blocks=12, **overrides):
+    settings = {"max_num_blocks": 24, "defragment_interval_s": 0.0, "max_model_len": 32}
+    return make_core(num_blocks=num_blocks, **(settings | overrides))
+
+
+def copied(plan):
+    pairs = plan.copy_src_block_ids.tolist(), plan.copy_dst_block_ids.tolist()
+    return list(zip(*pairs, strict=True))
+
+
+def held(core):
+    return [block for block, count in enumerate(core._pool.ref_counts.tolist()) if count]
+
+
+def run_three(core, max_tokens=3):
+    """Sequences in blocks [0, 1], [2, 3], [4, 5], the next one to be answered."""
+    for key in range(3):
+        submit(core, key, [10 * key + token for token in PROMPT], max_tokens=max_tokens)
+    plan = schedule(core)
+    assert [blocks for _, _, blocks in new(plan)] == [[0, 1], [2, 3], [4, 5]]
+    return plan
+
+
+def test_blocks_that_come_are_given_after_those_that_were_there():
+    core = core_of(num_blocks=4, max_num_seqs=4)
+    core.resize(7)
+    check(core)
+    assert core.load().num_free_blocks == core.num_blocks == 7
+    run_three(core)
+    assert core.max_request_len == 28
+
+
+def test_a_sequence_that_was_too_long_is_taken_when_blocks_have_come():
+    core = core_of(num_blocks=4)
+    assert core.max_request_len == 16
+    core.resize(6)
+    submit(core, 0, list(range(20)), max_tokens=4)
+    ((_, _, blocks),) = new(schedule(core))
+    assert blocks == [0, 1, 2, 3, 4]
+
+
+def test_an_idle_pool_is_shrunk_at_once():
+    core = core_of()
+    core.shrink(5)
+    assert not core.is_shrunk, "that needs a look between two steps"
+    assert core.schedule(0.0) is None
+    assert core.is_shrunk
+    check(core)
+    core.resize(5)
+    check(core)
+    load = core.load()
+    assert load.num_blocks == load.num_free_blocks == 5
+
+
+def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
+    core = core_of()
+    answer(core, run_three(core, max_tokens=9), 0, 1, 2)
+    core.cancel(ROUTER, [0])
+    core.shrink(4)
+    assert core.num_leaving_blocks == 2
+    plan = schedule(core)
+    assert copied(plan) == [(5, 1), (4, 0)]
+    assert held(core) == [0, 1, 2, 3, 4, 5], "the step may still read the old places"
+    assert not core.is_shrunk
+    assert core.schedule(0.0) is None, "until it is answered nothing else is made room for"
+    answer(core, plan, 1, 2)
+    assert held(core) == [0, 1, 2, 3]
+    following = schedule(core)
+    assert not core.is_shrunk, "it may have told the worker of what was in them"
+    answer(core, following, 1, 2)
+    assert core.is_shrunk
+    core.resize(4)
+    check(core)
+
+
+def test_it_is_shrunk_when_every_step_is_answered_that_was_sent_before():
+    core = core_of()
+    plan = run_three(core)
+    following = schedule(core)
+    core.cancel(ROUTER, [2])
+    core.shrink(4)
+    assert core.schedule(0.0) is None, "two are in flight"
+    answer(core, plan, 0, 1, 2)
+    assert core.schedule(0.0) is None, "the other may make room"
+    answer(core, following, 0, 1, 2)
+    released = schedule(core)
+    assert released.released_rows.tolist() == [2]
+    assert not core.is_shrunk
+    while not core.is_shrunk:
+        answer(core, released, *(row for row in (0, 1) if core._rows.owner(row)))
+        released = core.schedule(0.0)
+    assert core._steps.last_answered >= 3, "with which the worker forgot the row"
+    core.resize(4)
+    check(core)
+
+
+def test_sequences_that_do_not_fit_any_more_are_preempted_and_come_again():
+    core = core_of(num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    answer(core, run_three(core, max_tokens=9), 0, 1, 2)
+    core.shrink(8 - 4)
+    plan = schedule(core)
+    load = core.load()
+    assert (load.num_running, load.num_swapped, load.num_preemptions) == (2, 1, 1)
+    assert plan.swap_out_src_block_ids.tolist() == [4, 5]
+    answer(core, plan, 0, 1)
+    core.schedule(0.0)
+    assert core.num_leaving_blocks == 0
+
+
+def test_what_is_cached_beyond_is_demoted_as_far_as_there_is_room():
+    core = core_of(num_host_blocks=2, max_num_seqs=1)
+    for key in range(3):
+        submit(core, key, [10 * key + token for token in PROMPT], max_tokens=1)
+        answer(core, schedule(core), 0)
+    assert core.load().num_cached_blocks == 3
+    found = [core._pool._hash_to_block[each] for each in core._pool._cached]
+    core.shrink(min(found) + 1)
+    load = core.load()
+    assert (load.num_cached_blocks, load.num_demoted_blocks) == (1, 2)
+    assert not core.is_shrunk
+    plan = schedule(core)
+    assert set(plan.swap_out_src_block_ids.tolist()) == {*found} - {min(found)}
+    assert core.schedule(0.0) is None
+    assert not core.is_shrunk, "the worker may still read them"
+    answer(core, plan)
+    assert core.schedule(0.0) is None
+    assert core.is_shrunk
+
+
+def test_what_the_worker_keeps_after_all_is_in_use_again():
+    core = core_of()
+    answer(core, run_three(core, max_tokens=9), 0, 1, 2)
+    core.shrink(8)
+    assert core.load().num_free_blocks == 2
+    core.resize(12)
+    check(core)
+    assert core.load().num_free_blocks == 6
+    assert not core.is_shrunk
+
+
+def test_pins_are_given_up_beyond_their_share_of_what_is_left():
+    core = core_of(max_pinned_share=0.5)
+    submit(core, 0, list(range(20)), max_tokens=1, cache_pin_s=1000.0)
+    answer(core, schedule(core), 0)
+    assert core.load().num_pinned_blocks == 5
+    core.shrink(6)
+    check(core)
+    assert core.load().num_pinned_blocks == 3
+
+
+def test_a_pool_that_waits_for_pins_alone_gives_them_up():
+    core = core_of(num_blocks=12, max_pinned_share=1.0, max_model_len=8)
+    for key in range(3):
+        submit(core, key, [10 * key + i for i in range(7)], max_tokens=1, cache_pin_s=1000.0)
+        answer(core, schedule(core), 0)
+    core.shrink(2)
+    while not core.is_shrunk:
+        plan = core.schedule(0.0)
+        if plan is not None:
+            answer(core, plan)
+    core.resize(2)
+    check(core)
+    assert core.load().num_pinned_blocks <= 2
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "why"),
+    [
+        (25, "num_blocks is 25; the worker has reserved room for at most 24"),
+        (7, "num_blocks is 7; it must be at least 8: so many has a sequence of max_model_len, 32"),
+    ],
+)
+def test_a_size_beyond_its_limits_is_refused(num_blocks, why):
+    core = core_of(min_num_blocks=8)
+    with pytest.raises(ResizeRefusedError, match=why):
+        core.check_resize(num_blocks)
+    with pytest.raises(ResizeRefusedError, match=why):
+        core.shrink(num_blocks)
+    check(core)
+
+
+def test_a_size_that_what_is_live_does_not_fit_is_refused():
+    core = core_of(max_model_len=64)
+    submit(core, 0, list(range(30)), max_tokens=10)
+    with pytest.raises(ResizeRefusedError, match="request 'request-0', which is live, needs more"):
+        core.shrink(9)
+    core.shrink(10)
+    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; it is about to become 10"):
+        core.shrink(9)
+
+
+def test_a_worker_whose_pool_is_fixed_has_another_size_in_vain():
+    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; it is fixed at 12"):
+        core_of(max_num_blocks=None).shrink(9)
+
+
+def test_a_pool_is_not_made_smaller_with_blocks_in_use_beyond():
+    pool = BlockPool(8, DeviceBlockId)
+    blocks = pool.allocate(6)
+    pool.retire_from(4)
+    assert (pool.num_free, pool.num_leaving, pool.num_usable) == (-2, 2, 4)
+    with pytest.raises(BrokenInvariantError, match=r"resize\(4\) with blocks in use beyond"):
+        pool.resize(4)
+    with pytest.raises(BrokenInvariantError, match=r"resize\(3\) with blocks in use beyond"):
+        pool.resize(3)
+    pool.drop(blocks[2:])
+    assert (pool.num_free, pool.num_leaving) == (2, 0)
+    pool.resize(4)
+    assert pool.allocate(2) == [2, 3]
+    pool.resize(6)
+    assert pool.allocate(2) == [4, 5]
