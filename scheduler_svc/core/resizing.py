@@ -21,7 +21,6 @@ from scheduler_svc.core.new_labels import NewLabels
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
@@ -32,7 +31,6 @@ class Resizing:
         self,
         config: SchedulerConfig,
         pool: BlockPool[DeviceBlockId],
-        running: RunningSet,
         steps: StepsInFlight,
         pins: Pins,
         defragmenter: Defragmenter,
@@ -40,7 +38,6 @@ class Resizing:
     ) -> None:
         self._config = config
         self._pool = pool
-        self._running = running
         self._steps = steps
         self._pins = pins
         self._defragmenter = defragmenter
@@ -90,10 +87,10 @@ class Resizing:
         self._defragmenter.evacuate()
 
     def settle(self) -> None:
-        """Look, when a step has been planned and sent, or none was, whether it was the last."""
+        """Look whether nobody holds what goes; when all that was to be told has been sent."""
         if not self._is_shrinking or self._last_step is not None:
             return
-        if not (self._pool.num_leaving or self._running.must_send):
+        if not self._pool.num_leaving:
             self._labels.forget({*range(self._pool.num_usable, self._pool.num_blocks)})
             self._last_step = self._steps.last
 

@@ -65,7 +65,7 @@ class Scheduler:
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
         self._resizing = Resizing(
-            config, self._pool, self._running, self._steps, self._pins, self._defragmenter, labels
+            config, self._pool, self._steps, self._pins, self._defragmenter, labels
         )
         self._policy = make_policy(config.policy, config.policy_args)
         self._beams = BeamGroups(config, self._rows, self._running, self._lookup, self._policy)

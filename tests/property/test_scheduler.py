@@ -306,6 +306,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(can_shrink=st.booleans())
     def end_shrinking(self, can_shrink):
         """The worker does it, or cannot."""
+        for outcome in self.unanswered:
+            touched = self.worker.touched[outcome.step_id]
+            assert all(block < self.shrinks_to for block in touched), "a step in flight needs it"
         if can_shrink:
             self.worker.resize(self.shrinks_to)
         self.core.resize(self.worker.num_blocks)

@@ -62,10 +62,18 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0
+        self.touched: dict[int, set[int]] = {}  # device blocks, by step
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         self._label(plan)
         self._change_rows(plan)
+        self.touched[plan.step_id] = {
+            *(block for row in self.rows.values() for block in row.blocks),
+            *plan.labelled_block_ids.tolist(),
+            *plan.copy_src_block_ids.tolist(),
+            *plan.swap_out_src_block_ids.tolist(),
+            *plan.swap_in_dst_block_ids.tolist(),
+        }
         self.disk.begin(
             _pairs(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids),
             _pairs(plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids),
