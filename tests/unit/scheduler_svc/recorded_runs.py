@@ -11,9 +11,7 @@ import numpy as np
 from quire.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import (
-    RequestRefusedError,
-)
+from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo, WorkerInfo
