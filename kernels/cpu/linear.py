@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kernels.checks import check_tensor
 from kernels.cpu.library import DTYPES, Call, Library, native
+from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _PANEL: Final = 32
 """Output features that lie together in a packed weight; `PANEL` in C."""
@@ -38,7 +39,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
     padded = functional.pad(weight, (0, 0, 0, -num_out % _PANEL))
-    panels = padded.view(-1, _PANEL, num_in // 2, 2).transpose(1, 2).contiguous()
+    panels = WEIGHT_MEMORY.hold(padded.view(-1, _PANEL, num_in // 2, 2).transpose(1, 2))
     return PackedLinear(library, panels, None if bias is None else bias.contiguous(), num_out)
 
 

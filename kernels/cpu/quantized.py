@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kernels.checks import check_tensor
 from kernels.cpu.library import Call, Library, native
+from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _PANEL: Final = 32
 """Output features that lie together in a packed weight; `PANEL` in C."""
@@ -70,7 +71,7 @@ def pack(
         _bits=bits,
         _num_out=num_out,
         _num_in=num_in,
-        _panels=panels.contiguous(),
+        _panels=WEIGHT_MEMORY.hold(panels),
         _scales=_by_panel(scales),
         _offsets=None if offsets is None else _by_panel(offsets),
         _bias=None if bias is None else bias.contiguous(),

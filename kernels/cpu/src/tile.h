@@ -14,7 +14,7 @@ enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
 #endif
 enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
-enum { PREFETCH_BYTES = 2048, PREFETCH_ROWS = 4 }; /* few rows wait for memory, not arithmetic */
+enum { PREFETCH_BYTES = 2048 }; /* a lone row waits for memory, not arithmetic */
 
 #ifdef __AVX512BF16__
 enum { HAS_BF16_DOT = 1 };
@@ -65,7 +65,7 @@ INLINE void tile_product(step_kind kind, int rows, int vectors, const struct pro
         vf column[TILE_VECTORS];
         for (int v = 0; v < vectors; v++) {
             column[v] = vf_load((const float *)b + v * LANES);
-            if (rows <= PREFETCH_ROWS) __builtin_prefetch(b + PREFETCH_BYTES + 64 * v);
+            if (rows == 1) __builtin_prefetch(b + PREFETCH_BYTES + 64 * v, 0, 2);
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++)
