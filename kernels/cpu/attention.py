@@ -10,7 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.checks import check_paged, check_tensor
-from kernels.cpu.library import DTYPES, Library, native
+from kernels.cpu.library import DTYPES, KV_FORMATS, Library, native
 
 _SPLIT: Final = 512
 """Positions that a lone token looks at in one piece of work; `SPLIT` in C."""
@@ -49,14 +49,13 @@ def paged_attention_decode(
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
     most M * P: that is not checked. A sequence of length 0 is a padding row and gives zeros. A row
     depends on no other row of the batch, to the last bit, and is what
-    `paged_attention_prefill` gives for it. The options are the twin's, which also
-    takes over where the caches are quantized.
+    `paged_attention_prefill` gives for it. The options are the twin's.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library, dtype = native(), DTYPES.get(query.dtype)
-    if library is None or dtype is None or key_scales is not None:
+    if library is None or dtype is None:
         return reference.paged_attention_decode(
             query, key_cache, value_cache, block_tables, seq_lens, scale,
             window=window, softcap=softcap, sinks=sinks,
@@ -67,7 +66,7 @@ def paged_attention_decode(
         raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
     return _attend(
         library, dtype, query, key_cache, value_cache, block_tables, seq_lens, None, scale,
-        window, softcap, sinks,
+        window, softcap, sinks, key_scales, value_scales,
     )  # fmt: skip
 
 
@@ -94,14 +93,13 @@ def paged_attention_prefill(
     tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
     `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above `max_query_len`.
     Rows of no sequence give zeros. A row depends on no other sequence, to the last bit, nor on how
-    the prompt was cut into chunks. The options are the twin's, which also
-    takes over where the caches are quantized.
+    the prompt was cut into chunks. The options are the twin's.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library, dtype = native(), DTYPES.get(query.dtype)
-    if library is None or dtype is None or key_scales is not None:
+    if library is None or dtype is None:
         return reference.paged_attention_prefill(
             query, key_cache, value_cache, block_tables, seq_lens, query_start_loc,
             max_query_len, scale, window=window, softcap=softcap, sinks=sinks,
@@ -111,7 +109,7 @@ def paged_attention_prefill(
     check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
     return _attend(
         library, dtype, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc,
-        scale, window, softcap, sinks,
+        scale, window, softcap, sinks, key_scales, value_scales,
     )  # fmt: skip
 
 
@@ -128,8 +126,12 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens, None, None)
+    check_paged(
+        query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales
+    )
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     if sinks is not None:
@@ -137,12 +139,30 @@ def _attend(
     out = query.new_empty(query.shape)
     partials = new_partials(query, seq_lens.shape[0], block_tables.shape[1] * block_size)
     library.attention(
-        dtype, seq_lens.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size,
+        dtype, kv_format(key_cache, key_scales),
+        seq_lens.shape[0], num_tokens, num_heads, num_kv_heads, head_dim, block_size,
         window or 0,
-        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_tables.data_ptr(),
-        seq_lens.data_ptr(), 0 if query_start_loc is None else query_start_loc.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(), out.data_ptr(), partials.data_ptr(),
+        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+        address(key_scales), address(value_scales), block_tables.data_ptr(),
+        seq_lens.data_ptr(), address(query_start_loc), address(sinks),
+        out.data_ptr(), partials.data_ptr(),
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        *scale_strides(key_scales), *scale_strides(value_scales),
         block_tables.stride(0), scale, softcap or 0.0,
     )  # fmt: skip
     return out
+
+
+def kv_format(cache: torch.Tensor, scales: torch.Tensor | None) -> int:
+    """What C calls the format of a cache."""
+    return 0 if scales is None else KV_FORMATS[cache.dtype]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Of a tensor's memory; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    """Over B, P and HKV; zeros if there are none."""
+    return (0, 0, 0) if scales is None else scales.stride()

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import torch
 
 from kernels.checks import check_tensor
-from kernels.cpu.attention import new_partials
+from kernels.cpu.attention import new_partials, scale_strides
 from kernels.cpu.library import DTYPES, Call, Program, native
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.quantized import QuantizedLinear
@@ -300,12 +300,13 @@ class NativeDecoder:
             *key_cache.stride()[:3], *value_cache.stride()[:3],
         ), waits=False)  # fmt: skip
         yield Call(library.attention, library.attention.pack(
-            dtype, len(inputs.seq_lens), num_tokens, num_heads, num_kv_heads, head_dim,
+            dtype, 0, len(inputs.seq_lens), num_tokens, num_heads, num_kv_heads, head_dim,
             key_cache.shape[1], layer.window or 0,
-            work.query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+            work.query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), 0, 0,
             inputs.block_tables.data_ptr(), inputs.seq_lens.data_ptr(),
             inputs.query_start_loc.data_ptr(), 0, work.attended.data_ptr(), partials.data_ptr(),
             *work.query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            *scale_strides(None), *scale_strides(None),
             inputs.block_tables.stride(0), head_dim**-0.5, 0.0,
         ))  # fmt: skip
         yield layer.attention_output.call(work.attended, work.added)

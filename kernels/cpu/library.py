@@ -15,6 +15,8 @@ from kernels.cpu.build import BuildError, cache_directory, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which C knows a number format; what is not here runs in the twins."""
+KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""As C knows what a quantized cache holds; 0 is the dtype of the model."""
 
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -77,7 +79,7 @@ class Library:
         self.rotary = Kernel(library, "rotary", "5q6P5q")
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
         self.store_kv = Kernel(library, "store_kv", "5q5P10q")
-        self.attention = Kernel(library, "attention", "8q9P9q2d")
+        self.attention = Kernel(library, "attention", "9q11P15q2d")
         self.linear = Kernel(library, "linear", "3q4P3q")
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)

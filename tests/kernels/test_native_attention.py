@@ -3,7 +3,14 @@ import torch
 
 from kernels import reference
 from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
-from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
+from tests.kernels.tensors import (
+    dense_attention,
+    far_apart,
+    make_paged,
+    make_quantized,
+    options,
+    strided,
+)
 from tests.kernels.tolerance import assert_close
 
 SHAPES = [  # H, HKV, D, P
@@ -93,6 +100,36 @@ def test_a_row_depends_on_nothing_but_its_own_sequence(window, num_threads, dtyp
                 window=window,
             )
             assert torch.equal(alone[0], together[starts[seq] + row])
+
+
+@native_dtypes
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_a_quantized_cache_gives_what_its_numbers_times_their_scales_give(
+    num_heads, num_kv_heads, head_dim, block_size, stored, dtype
+):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_quantized(seq_lens, num_kv_heads, head_dim, block_size, stored, "cpu")
+    plain = paged.dequantized(dtype)
+    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    rest = starts_of(query_lens), max(query_lens), head_dim**-0.5
+    prefilled = paged_attention_prefill(query, *paged.args, *rest, **paged.scales)
+    assert torch.equal(prefilled, paged_attention_prefill(query, *plain.args, *rest))
+    last = (starts_of(query_lens)[1:] - 1).clamp(min=0)
+    decoded = paged_attention_decode(query[last], *paged.args, head_dim**-0.5, **paged.scales)
+    assert torch.equal(
+        decoded, paged_attention_decode(query[last], *plain.args, head_dim**-0.5)
+    )
+
+
+@native_dtypes
+@pytest.mark.parametrize("num_heads", range(1, 10))
+def test_few_heads_give_what_they_give_among_many(num_heads, dtype):
+    paged = make_paged([150], 1, 64, 16, dtype, "cpu")
+    query = torch.randn(1, 30, 64).to(dtype)
+    few = paged_attention_decode(query[:, :num_heads].contiguous(), *paged.args, 0.125)
+    many = paged_attention_decode(query, *paged.args, 0.125)
+    assert torch.equal(few, many[:, :num_heads])
 
 
 @native_dtypes

@@ -9,62 +9,16 @@
  * a lone token looks back far, for one split. */
 #include <stdlib.h>
 
+#include "attention_few.h"
 #include "threads.h"
-#include "tile.h"
 
-enum {
-    COLUMNS = 64,
-    SPLIT = 512,       /* a multiple of COLUMNS */
-    ITEM_ROWS = 96,    /* pay for laying out keys and values */
-};
 static const float NOTHING_SEEN = -1e30f; /* the running maximum before the first key */
 static const float LOG2_E = 1.44269504f;
 
-struct attention {
-    int64_t type;
-    int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
-    int64_t window;               /* positions that a token looks back, its own included; 0: all */
-    const char *query;            /* [T, H, D] */
-    const char *key_cache;        /* [B, P, HKV, D] */
-    const char *value_cache;      /* [B, P, HKV, D] */
-    const int32_t *block_tables;  /* [S, M] */
-    const int32_t *seq_lens;      /* [S] */
-    const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
-    const float *sinks;           /* [H], or NULL */
-    char *out;                    /* [T, H, D], contiguous */
-    float *partials; /* room for what splits of lone tokens give: [splits * H][D + 2] for each */
-    int64_t query_stride_t, query_stride_h;
-    int64_t key_stride_b, key_stride_p, key_stride_h;
-    int64_t value_stride_b, value_stride_p, value_stride_h;
-    int64_t table_stride;
-    double scale, softcap; /* softcap 0: none */
-};
-
-struct item {
-    int64_t seq, kv_head;
-    int64_t token, num_tokens;        /* of the batch */
-    int64_t position;                 /* of the first token */
-    int64_t start, end;               /* positions to look at, [start, end); start at a tile */
-    float *partial;                   /* where a split's result goes; NULL: to `out` */
-};
-
-/* What a thread works with; rows are padded to whole vectors. */
-struct scratch {
-    int64_t width; /* D in whole vectors */
-    int64_t steps; /* D in steps of the product with keys */
-    char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
-    char *keys;    /* [steps][COLUMNS] of 4 bytes */
-    char *values;  /* [COLUMNS steps][width] of 4 bytes */
-    float *scores; /* [TILE_ROWS][COLUMNS] */
-    char *weights; /* [TILE_ROWS][COLUMNS] */
-    float *sum, *max;            /* [rows]: of the present split */
-    float *acc;                  /* [rows][width] */
-    float *all_sum, *all_max, *all_acc; /* of the splits so far */
-    void *memory;
-};
-
-INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
-INLINE int64_t tokens_per_item(const struct attention *a) { return max64(1, ITEM_ROWS / group_of(a)); }
+INLINE int64_t tokens_per_item(const struct attention *a)
+{
+    return max64(1, ITEM_ROWS / group_of(a));
+}
 
 static void *take(char **memory, int64_t bytes)
 {
@@ -81,7 +35,8 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
                         .steps = ceil_div(a->head_dim, pair)};
     int64_t columns = ceil_div(s.steps, LANES) * LANES * COLUMNS;
     int64_t floats = rows * s.steps + columns + COLUMNS * s.width + 2 * TILE_ROWS * COLUMNS +
-                     2 * rows * (s.width + 2) + 16 * LANES;
+                     2 * rows * (s.width + 2) + 2 * COLUMNS * s.width + a->head_dim +
+                     16 * LANES;
     s.memory = aligned_alloc(64, ceil_div(4 * floats, 64) * 64);
     char *at = s.memory;
     s.query = take(&at, 4 * rows * s.steps);
@@ -89,6 +44,8 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
     s.values = take(&at, 4 * COLUMNS * s.width);
     s.scores = take(&at, 4 * TILE_ROWS * COLUMNS);
     s.weights = take(&at, 4 * TILE_ROWS * COLUMNS);
+    s.dequantized = a->format == AS_IS ? NULL : take(&at, 4 * 2 * COLUMNS * s.width);
+    s.zeros = memset(take(&at, 4 * a->head_dim), 0, 4 * a->head_dim);
     s.acc = take(&at, 4 * rows * s.width);
     s.all_acc = take(&at, 4 * rows * s.width);
     s.sum = take(&at, 4 * rows);
@@ -96,147 +53,6 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
     s.all_sum = take(&at, 4 * rows);
     s.all_max = take(&at, 4 * rows);
     return s;
-}
-
-/* out[i][j] = rows[j][i] for 16 x 16 words. */
-INLINE void transpose(const vi rows[LANES], int32_t *out, int64_t stride)
-{
-#ifdef __AVX512F__
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        __m512i high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        __m512i low2 = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        __m512i high2 = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-        _mm512_storeu_si512(out + i * stride, _mm512_shuffle_i32x4(low, low2, 0x88));
-        _mm512_storeu_si512(out + (i + 4) * stride, _mm512_shuffle_i32x4(high, high2, 0x88));
-        _mm512_storeu_si512(out + (i + 8) * stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
-        _mm512_storeu_si512(out + (i + 12) * stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
-    }
-#else
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) out[i * stride + j] = rows[j][i];
-#endif
-}
-
-/* 16 steps of 4 bytes of a row of D elements, from step `step`; zeros past its end. */
-INLINE vi load_steps(dtype type, const char *row, int64_t step, int64_t head_dim)
-{
-    if (step_kind_of(type) == PAIRS) {
-        int64_t bytes = min64(64, 2 * head_dim - 4 * step);
-        vi words = {0};
-        if (bytes == 64) memcpy(&words, row + 4 * step, 64);
-        else memcpy(&words, row + 4 * step, bytes);
-        return words;
-    }
-    int64_t n = min64(LANES, head_dim - step);
-    return (vi)(n == LANES ? load(type, row, step) : load_part(type, row, step, n));
-}
-
-/* Where the positions of a sequence lie in one head's caches, one after the other. */
-struct slots {
-    const int32_t *table;
-    const char *keys, *values; /* of the head */
-    const struct attention *a;
-    int64_t block, offset; /* of the next position: a place in the table, a slot of that block */
-};
-
-INLINE void next_slot(dtype type, struct slots *s, const char **key, const char **value)
-{
-    const struct attention *a = s->a;
-    int64_t block = s->table[s->block];
-    *key = s->keys + (block * a->key_stride_b + s->offset * a->key_stride_p) * size_of(type);
-    *value = s->values + (block * a->value_stride_b + s->offset * a->value_stride_p) * size_of(type);
-    if (++s->offset == a->block_size) s->offset = 0, s->block++;
-}
-
-INLINE struct slots slots_from(dtype type, const struct attention *a, const struct item *item,
-                               int64_t position)
-{
-    return (struct slots){
-        .table = a->block_tables + item->seq * a->table_stride,
-        .keys = a->key_cache + item->kv_head * a->key_stride_h * size_of(type),
-        .values = a->value_cache + item->kv_head * a->value_stride_h * size_of(type),
-        .a = a, .block = position / a->block_size, .offset = position % a->block_size};
-}
-
-/* Asks memory for a tile that is needed soon: rows lie too far apart for the CPU to guess them. */
-INLINE void prefetch(dtype type, const struct attention *a, const struct item *item, int64_t start,
-                     int64_t end)
-{
-    struct slots slots = slots_from(type, a, item, start);
-    const char *key, *value;
-    int64_t row_bytes = a->head_dim * size_of(type);
-    for (int64_t position = start; position < min64(start + COLUMNS, end); position++) {
-        next_slot(type, &slots, &key, &value);
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-            __builtin_prefetch(key + byte, 0, 2);
-            __builtin_prefetch(value + byte, 0, 2);
-        }
-    }
-}
-
-/* Lays out 16 keys, from column c: transposed, so that a column of the product is a position. */
-INLINE void lay_out_keys(dtype type, const struct scratch *s, const char *const *keys, int64_t c,
-                         int64_t head_dim)
-{
-    for (int64_t step = 0; step < s->steps; step += LANES) {
-        vi rows[LANES];
-        for (int j = 0; j < LANES; j++)
-            rows[j] = keys[j] ? load_steps(type, keys[j], step, head_dim) : (vi){0};
-        transpose(rows, (int32_t *)s->keys + step * COLUMNS + c, COLUMNS);
-    }
-}
-
-INLINE vu load_halves(const char *row, int64_t d, int64_t head_dim)
-{
-    vh halves = {0};
-    if (row && d + LANES <= head_dim) memcpy(&halves, (const bf16 *)row + d, sizeof halves);
-    else if (row) memcpy(&halves, (const bf16 *)row + d, 2 * (head_dim - d));
-    return __builtin_convertvector(halves, vu);
-}
-
-/* Lays out 16 values, from position c: as they are, or two positions to a pair. */
-INLINE void lay_out_values(dtype type, const struct scratch *s, const char *const *values,
-                           int64_t c, int64_t head_dim)
-{
-    for (int j = 0; j < LANES; j += step_kind_of(type) == PAIRS ? 2 : 1) {
-        for (int64_t d = 0; d < s->width; d += LANES) {
-            if (step_kind_of(type) == PAIRS) {
-                vu pairs = load_halves(values[j], d, head_dim) |
-                           load_halves(values[j + 1], d, head_dim) << 16;
-                memcpy(s->values + 4 * ((c + j) / 2 * s->width + d), &pairs, sizeof pairs);
-            } else {
-                vf row = {0};
-                if (values[j] && d + LANES <= head_dim) row = load(type, values[j], d);
-                else if (values[j]) row = load_part(type, values[j], d, head_dim - d);
-                vf_store((float *)s->values + (c + j) * s->width + d, row);
-            }
-        }
-    }
-}
-
-/* Lays out keys and values of the positions [start, end), at most COLUMNS, as `product` reads them;
- * those past the end, to the next 16, are zeros. */
-INLINE void lay_out(dtype type, const struct attention *a, const struct scratch *s,
-                    const struct item *item, int64_t start, int64_t end)
-{
-    struct slots slots = slots_from(type, a, item, start);
-    const char *keys[COLUMNS] = {NULL}, *values[COLUMNS] = {NULL};
-    for (int64_t c = 0; c < end - start; c++) next_slot(type, &slots, keys + c, values + c);
-    for (int64_t c = 0; c < end - start; c += LANES) lay_out_keys(type, s, keys + c, c, a->head_dim);
-    for (int64_t c = 0; c < end - start; c += LANES)
-        lay_out_values(type, s, values + c, c, a->head_dim);
 }
 
 INLINE vf softcapped(vf x, float cap)
@@ -283,42 +99,68 @@ INLINE void weigh_row(dtype type, const struct attention *a, const struct scratc
     s->sum[row] += vf_reduce_add(sum);
 }
 
-/* All rows of an item over the positions [start, end) of one split, from nothing. */
-INLINE void attend_split(dtype type, const struct attention *a, const struct scratch *s,
-                         const struct item *item, int64_t start, int64_t end)
+/* The rows of an item over one tile, from its first position `start` on, of which `seen` count. */
+INLINE void weigh_tile(dtype type, const struct attention *a, const struct scratch *s,
+                       const struct item *item, int64_t start, int64_t seen, int64_t first_row,
+                       int rows)
+{
+    const int64_t pair = step_kind_of(type) == PAIRS ? 2 : 1, group = group_of(a);
+    for (int r = 0; r < rows; r++) {
+        int64_t position = item->position + (first_row + r) / group;
+        int64_t from = a->window ? max64(0, position - a->window + 1 - start) : 0;
+        int64_t to = min64(seen, position + 1 - start);
+        weigh_row(type, a, s, first_row + r, s->scores + r * COLUMNS,
+                  s->weights + r * COLUMNS * 4 / pair, from, to);
+    }
+}
+
+/* All rows of an item over one tile, laid out for them. */
+INLINE void attend_many(dtype type, const struct attention *a, const struct scratch *s,
+                        const struct item *item, const struct kv_tile *tile, int64_t start,
+                        int64_t seen)
 {
     const step_kind kind = step_kind_of(type);
-    const int64_t group = group_of(a), num_rows = item->num_tokens * group;
-    const int64_t pair = kind == PAIRS ? 2 : 1;
+    const int64_t pair = kind == PAIRS ? 2 : 1, group = group_of(a);
+    const int64_t num_rows = item->num_tokens * group;
+    lay_out((dtype)a->type, s, tile, a->head_dim);
+    for (int64_t block = 0; block < num_rows; block += TILE_ROWS) {
+        int rows = (int)min64(TILE_ROWS, num_rows - block);
+        int64_t first = item->position + block / group;
+        int64_t last = item->position + (block + rows - 1) / group;
+        if (start > last || (a->window && start + COLUMNS <= first - a->window + 1)) continue;
+        product(kind, rows, tile->columns,
+                (struct product){.a = s->query + 4 * block * s->steps,
+                                 .lda_bytes = 4 * s->steps, .b = s->keys, .ldb = COLUMNS,
+                                 .steps = s->steps, .c = s->scores, .ldc = COLUMNS,
+                                 .fresh = true});
+        weigh_tile(type, a, s, item, start, seen, block, rows);
+        product(kind, rows, s->width,
+                (struct product){.a = s->weights, .lda_bytes = COLUMNS * 4 / pair,
+                                 .b = s->values, .ldb = s->width, .steps = tile->columns / pair,
+                                 .c = s->acc + block * s->width, .ldc = s->width,
+                                 .fresh = false});
+    }
+}
+
+/* All rows of an item over the positions [start, end) of one split, from nothing. */
+INLINE void attend_split(dtype type, const struct attention *a,
+                         const struct scratch *s, const struct item *item, int64_t start,
+                         int64_t end)
+{
+    const int64_t num_rows = item->num_tokens * group_of(a);
     for (int64_t row = 0; row < num_rows; row++) s->max[row] = NOTHING_SEEN, s->sum[row] = 0;
     memset(s->acc, 0, 4 * num_rows * s->width);
-    for (int64_t tile = start; tile < end; tile += COLUMNS) {
-        int64_t seen = min64(COLUMNS, end - tile);
-        prefetch(type, a, item, tile + COLUMNS, item->end);
-        lay_out(type, a, s, item, tile, tile + seen);
-        for (int64_t block = 0; block < num_rows; block += TILE_ROWS) {
-            int rows = (int)min64(TILE_ROWS, num_rows - block);
-            int64_t first = item->position + block / group;
-            int64_t last = item->position + (block + rows - 1) / group;
-            if (tile > last || (a->window && tile + COLUMNS <= first - a->window + 1)) continue;
-            int64_t columns = ceil_div(seen, LANES) * LANES;
-            product(kind, rows, columns,
-                    (struct product){.a = s->query + 4 * block * s->steps,
-                                     .lda_bytes = 4 * s->steps, .b = s->keys, .ldb = COLUMNS,
-                                     .steps = s->steps, .c = s->scores, .ldc = COLUMNS,
-                                     .fresh = true});
-            for (int r = 0; r < rows; r++) {
-                int64_t position = item->position + (block + r) / group;
-                int64_t from = a->window ? max64(0, position - a->window + 1 - tile) : 0;
-                int64_t to = min64(seen, position + 1 - tile);
-                weigh_row(type, a, s, block + r, s->scores + r * COLUMNS,
-                          s->weights + r * COLUMNS * 4 / pair, from, to);
-            }
-            product(kind, rows, s->width,
-                    (struct product){.a = s->weights, .lda_bytes = COLUMNS * 4 / pair,
-                                     .b = s->values, .ldb = s->width, .steps = columns / pair,
-                                     .c = s->acc + block * s->width, .ldc = s->width,
-                                     .fresh = false});
+    for (int64_t at = start; at < end; at += COLUMNS) {
+        struct kv_tile tile;
+        int64_t seen = min64(COLUMNS, end - at);
+        prefetch(type, a, item, at + COLUMNS, item->end);
+        find_tile(type, a, s, item, at, at + seen, &tile);
+        if (is_for_few(type, num_rows, a->head_dim)) {
+            score_few(num_rows, s, &tile);
+            weigh_tile(type, a, s, item, at, seen, 0, (int)num_rows);
+            add_few(num_rows, s, &tile);
+        } else {
+            attend_many(type, a, s, item, &tile, at, seen);
         }
     }
 }

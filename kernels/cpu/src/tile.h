@@ -16,7 +16,7 @@ enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
 enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
 enum { PREFETCH_BYTES = 2048 }; /* a lone row waits for memory, not arithmetic */
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { HAS_BF16_DOT = 1 };
 #else
 enum { HAS_BF16_DOT = 0 };

@@ -1,0 +1,162 @@
+/* Attention's arguments, its pieces of work, and where a sequence's keys and values lie. */
+#ifndef QUIRE_ATTENTION_H
+#define QUIRE_ATTENTION_H
+
+#include "kv_row.h"
+#include "tile.h"
+
+enum {
+    COLUMNS = 64,      /* positions of a tile */
+    SPLIT = 512,       /* a multiple of COLUMNS */
+    ITEM_ROWS = 96,    /* pay for laying out keys and values */
+};
+
+struct attention {
+    int64_t type, format; /* of the queries, and of the caches */
+    int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t window;               /* positions that a token looks back, its own included; 0: all */
+    const char *query;            /* [T, H, D] */
+    const char *key_cache;        /* [B, P, HKV, D] */
+    const char *value_cache;      /* [B, P, HKV, D] */
+    const bf16 *key_scales, *value_scales; /* [B, P, HKV], or NULL: AS_IS */
+    const int32_t *block_tables;  /* [S, M] */
+    const int32_t *seq_lens;      /* [S] */
+    const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
+    const float *sinks;           /* [H], or NULL */
+    char *out;                    /* [T, H, D], contiguous */
+    float *partials; /* room for what splits of lone tokens give: [splits * H][D + 2] for each */
+    int64_t query_stride_t, query_stride_h;
+    int64_t key_stride_b, key_stride_p, key_stride_h;
+    int64_t value_stride_b, value_stride_p, value_stride_h;
+    int64_t key_scale_stride_b, key_scale_stride_p, key_scale_stride_h;
+    int64_t value_scale_stride_b, value_scale_stride_p, value_scale_stride_h;
+    int64_t table_stride;
+    double scale, softcap; /* softcap 0: none */
+};
+
+struct item {
+    int64_t seq, kv_head;
+    int64_t token, num_tokens;        /* of the batch */
+    int64_t position;                 /* of the first token */
+    int64_t start, end;               /* positions to look at, [start, end); start at a tile */
+    float *partial;                   /* where a split's result goes; NULL: to `out` */
+};
+
+/* What a thread works with; rows are padded to whole vectors. */
+struct scratch {
+    int64_t width; /* D in whole vectors */
+    int64_t steps; /* D in steps of the product with keys */
+    char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
+    char *keys;    /* [steps][COLUMNS] of 4 bytes */
+    char *values;  /* [COLUMNS steps][width] of 4 bytes */
+    float *scores; /* [TILE_ROWS][COLUMNS] */
+    char *weights; /* [TILE_ROWS][COLUMNS] */
+    char *dequantized; /* [2 COLUMNS][D], in whole vectors, of the model's format */
+    char *zeros;   /* [D] of 4 bytes: what is read past the last position */
+    float *sum, *max;            /* [rows]: of the present split */
+    float *acc;                  /* [rows][width] */
+    float *all_sum, *all_max, *all_acc; /* of the splits so far */
+    void *memory;
+};
+
+/* Keys and values of a tile, to the next whole vector of positions: those past the end are zeros. */
+struct kv_tile {
+    const char *keys[COLUMNS], *values[COLUMNS]; /* [D] each */
+    int64_t columns; /* a multiple of LANES */
+};
+
+INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
+
+/* Where the positions of a sequence lie in one head's caches, one after the other. */
+struct slots {
+    const struct attention *a;
+    const int32_t *block; /* in the table: of the next position */
+    int64_t kv_head, num_left; /* of that block's slots */
+    struct kv_row key, value;  /* of the next position */
+    int64_t key_step, value_step; /* bytes to the next slot */
+};
+
+INLINE void enter_block(dtype type, struct slots *s, int64_t offset)
+{
+    const struct attention *a = s->a;
+    int64_t bytes = kept_bytes(type, (kv_format)a->format), block = *s->block;
+    s->num_left = a->block_size - offset;
+    s->key.numbers = a->key_cache + (block * a->key_stride_b + s->kv_head * a->key_stride_h) * bytes +
+                     offset * s->key_step;
+    s->value.numbers = a->value_cache + offset * s->value_step +
+                       (block * a->value_stride_b + s->kv_head * a->value_stride_h) * bytes;
+    if (a->format == AS_IS) return;
+    s->key.scale = a->key_scales + block * a->key_scale_stride_b +
+                   offset * a->key_scale_stride_p + s->kv_head * a->key_scale_stride_h;
+    s->value.scale = a->value_scales + block * a->value_scale_stride_b +
+                     offset * a->value_scale_stride_p + s->kv_head * a->value_scale_stride_h;
+}
+
+/* From a position that the sequence has. */
+INLINE struct slots slots_from(dtype type, const struct attention *a, const struct item *item,
+                               int64_t position)
+{
+    int64_t bytes = kept_bytes(type, (kv_format)a->format);
+    const int32_t *table = a->block_tables + item->seq * a->table_stride;
+    struct slots s = {.a = a, .block = table + position / a->block_size, .kv_head = item->kv_head,
+                      .key_step = a->key_stride_p * bytes,
+                      .value_step = a->value_stride_p * bytes};
+    enter_block(type, &s, position % a->block_size);
+    return s;
+}
+
+/* To the next position, which the sequence has. */
+INLINE void next_slot(dtype type, struct slots *s)
+{
+    if (--s->num_left == 0) {
+        s->block++;
+        enter_block(type, s, 0);
+        return;
+    }
+    s->key.numbers += s->key_step;
+    s->value.numbers += s->value_step;
+    if (s->a->format == AS_IS) return;
+    s->key.scale += s->a->key_scale_stride_p;
+    s->value.scale += s->a->value_scale_stride_p;
+}
+
+/* The positions [start, end), at most COLUMNS, in the model's format. */
+INLINE void find_tile(dtype type, const struct attention *a, const struct scratch *s,
+                      const struct item *item, int64_t start, int64_t end, struct kv_tile *tile)
+{
+    const kv_format format = (kv_format)a->format;
+    struct slots slots = slots_from(type, a, item, start);
+    int64_t seen = end - start;
+    char *room = s->dequantized;
+    tile->columns = ceil_div(seen, LANES) * LANES;
+    for (int64_t c = 0; c < seen; c++) {
+        if (c > 0) next_slot(type, &slots);
+        if (format == AS_IS) {
+            tile->keys[c] = slots.key.numbers;
+            tile->values[c] = slots.value.numbers;
+        } else {
+            tile->keys[c] = dequantize_row(type, format, slots.key, a->head_dim, &room);
+            tile->values[c] = dequantize_row(type, format, slots.value, a->head_dim, &room);
+        }
+    }
+    for (int64_t c = seen; c < tile->columns; c++) tile->keys[c] = tile->values[c] = s->zeros;
+}
+
+/* Asks memory for a tile that is needed soon: rows lie too far apart for the CPU to guess them. */
+INLINE void prefetch(dtype type, const struct attention *a, const struct item *item, int64_t start,
+                     int64_t end)
+{
+    if (start >= end) return;
+    struct slots slots = slots_from(type, a, item, start);
+    int64_t row_bytes = a->head_dim * kept_bytes(type, (kv_format)a->format);
+    for (int64_t position = start;;) {
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+            __builtin_prefetch(slots.key.numbers + byte, 0, 2);
+            __builtin_prefetch(slots.value.numbers + byte, 0, 2);
+        }
+        if (++position == min64(start + COLUMNS, end)) return;
+        next_slot(type, &slots);
+    }
+}
+
+#endif
