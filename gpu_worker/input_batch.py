@@ -4,13 +4,17 @@ Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the l
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.step import Int32Array, Int64Array
 from gpu_worker.upload import upload
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +52,19 @@ def build_input_batch(
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes
-    ends = np.cumsum(lens)  # [S]
-    row_of_token = np.repeat(scheduled.rows, lens)  # [T]
-    positions = np.arange(ends[-1]) + np.repeat(scheduled.starts - (ends - lens), lens)  # [T]
-    blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
     seq_lens = scheduled.starts + lens
+    if num_decodes == len(lens):  # one token each, as in most steps: there is little to work out
+        row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
+        starts = np.arange(num_decodes + 1, dtype=np.int32)
+    else:
+        starts = np.zeros(len(lens) + 1, np.int32)
+        np.cumsum(lens, out=starts[1:])
+        row_of_token = np.repeat(scheduled.rows, lens)
+        positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
+    blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
     known = slice(num_on_device, None)
+    samples_all = len(scheduled.sampling) == len(positions)
     (
         positions_t,
         slot_mapping,
@@ -72,10 +82,10 @@ def build_input_batch(
             rows.token_ids[row_of_token[known], positions[known]].astype(np.int64),
             scheduled.rows[:num_on_device],
             scheduled.rows[scheduled.sampling],
-            (ends - seq_lens)[scheduled.sampling] + scheduled.positions - 1,
+            _NONE if samples_all else _places_before_sampled(scheduled, starts[:-1]),
             rows.block_tables[scheduled.rows, :max_num_blocks],
             seq_lens.astype(np.int32),
-            np.concatenate([[0], ends]).astype(np.int32),
+            starts,
         ],
         last_token_ids.device,
     )
@@ -94,5 +104,12 @@ def build_input_batch(
             num_decodes=num_decodes,
         ),
         sampling_rows=sampling_rows,
-        logits_indices=None if len(scheduled.sampling) == len(positions) else logits_indices,
+        logits_indices=None if samples_all else logits_indices,
     )
+
+
+def _places_before_sampled(scheduled: ScheduledRows, starts: Int32Array) -> Int64Array:
+    """int64[N]: places in the batch of the tokens before the sampled ones; `starts` is `[S]`."""
+    firsts = (starts - scheduled.starts)[scheduled.sampling]  # where position 0 would be
+    places: Int64Array = firsts + scheduled.positions - 1
+    return places

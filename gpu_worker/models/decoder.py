@@ -19,6 +19,7 @@ from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.parallel.ranks import Ranks
 from kernels import ops
 from kernels.cpu.decoder import NativeInputs
+from kernels.cpu.linear import PackedLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,8 @@ class Decoder:
         """
         if self.lm_head is None:
             return hidden[:, :0].float()
+        if isinstance(self.lm_head, PackedLinear):
+            return self.lm_head(hidden, torch.float32)
         return self.lm_head(hidden).float()
 
     @cached_property

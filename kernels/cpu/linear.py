@@ -58,15 +58,17 @@ class PackedLinear:
         """N."""
         return self._num_out
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Map bfloat16 `[T, K]` to `[T, N]`; a row's result depends on no other row.
+
+        `dtype` may be float32: the same numbers, which others would otherwise convert.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
         """
         num_in = self._panels.shape[1] * 2
         check_tensor("x", x, (x.shape[0], num_in), torch.bfloat16, self._panels)
-        out = x.new_empty((x.shape[0], self._num_out))
+        out = x.new_empty((x.shape[0], self._num_out), dtype=dtype)
         self._library.linear(*self._fields(x, out))
         return out
 
@@ -79,5 +81,5 @@ class PackedLinear:
             x.shape[0], self._panels.shape[1] * 2, self._num_out,
             x.data_ptr(), self._panels.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(),
-            DTYPES[torch.bfloat16], x.stride(0), 0,
+            DTYPES[out.dtype], x.stride(0), 0,
         )  # fmt: skip

@@ -39,6 +39,14 @@ def test_a_row_depends_on_no_other_row(num_threads):
 
 
 @needs_bf16_dot
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_as_float32_it_gives_the_same_numbers(num_rows):
+    apply = pack(torch.randn(70, 64).bfloat16(), torch.randn(70).bfloat16())
+    x = torch.randn(num_rows, 64).bfloat16()
+    assert torch.equal(apply(x, torch.float32), apply(x).float())
+
+
+@needs_bf16_dot
 def test_it_names_what_does_not_fit():
     apply = pack(torch.randn(8, 4).bfloat16(), None)
     with pytest.raises(ValueError, match=r"x has shape \(3, 5\), required is \(3, 4\)"):
