@@ -129,9 +129,7 @@ def _attend(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    check_paged(
-        query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales
-    )
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     if sinks is not None:

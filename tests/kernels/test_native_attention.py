@@ -117,9 +117,7 @@ def test_a_quantized_cache_gives_what_its_numbers_times_their_scales_give(
     assert torch.equal(prefilled, paged_attention_prefill(query, *plain.args, *rest))
     last = (starts_of(query_lens)[1:] - 1).clamp(min=0)
     decoded = paged_attention_decode(query[last], *paged.args, head_dim**-0.5, **paged.scales)
-    assert torch.equal(
-        decoded, paged_attention_decode(query[last], *plain.args, head_dim**-0.5)
-    )
+    assert torch.equal(decoded, paged_attention_decode(query[last], *plain.args, head_dim**-0.5))
 
 
 @native_dtypes
