@@ -21,6 +21,7 @@ NOT_BLOCK_SPACE = {"acceptance", "accounts", "config", "errors", "invariants", "
 """What the core is told and tells, what it is tested with, and what it counts for others."""
 FOLDERS = ("scheduler_svc", "quire", "rpc", "tests")
 TESTS = (
+    *("--noconftest", "-p", "tests.conftest"),  # those below start services; the core needs none
     "tests/unit/scheduler_svc/core",
     "tests/property/test_histories.py",
     "tests/property/test_scheduler.py",

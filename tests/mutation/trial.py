@@ -1,13 +1,23 @@
-"""Tries mutants: a copy of the tree with one fault in it, and the tests that should see it."""
+"""Tries mutants: a copy of the tree with one fault in it, and the tests that should see it.
 
+Most are seen at once, so what counts is how soon the tests begin: each trial is a fork of this
+process, which has imported what is large, and the copy is compiled.
+"""
+
+import compileall
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from enum import Enum
+from multiprocessing import get_context
 from pathlib import Path
+from py_compile import PycInvalidationMode
+
+import hypothesis.stateful  # noqa: F401  (all of it, as numpy)
+import numpy as np  # noqa: F401
+import pytest
 
 from tests.mutation.mutants import Mutant
 
@@ -23,9 +33,11 @@ class Verdict(Enum):
 class Trial:
     """A copy of a tree, and how to test it."""
 
-    def __init__(self, copy: Path, tests: Sequence[str]) -> None:
+    def __init__(self, copy: Path, folders: Sequence[str], tests: Sequence[str]) -> None:
         """`tests` are pytest's arguments; those that see most the soonest first."""
         self.root = copy
+        self._folders = frozenset(folders)
+        self._output = copy / "output"
         self._tests = tests
         self._limit_s = 600.0
 
@@ -37,8 +49,11 @@ class Trial:
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
         for folder in folders:
             shutil.copytree(root / folder, copy / folder, ignore=ignored)
+            # By time and size, byte code may be taken for that of another mutant.
+            by_hash = PycInvalidationMode.CHECKED_HASH
+            compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=by_hash)
         shutil.copy(root / "pyproject.toml", copy)
-        return cls(copy, tests)
+        return cls(copy, folders, tests)
 
     def prove(self) -> float:
         """See that the tests pass as it is; a mutant may take four times as long.
@@ -50,9 +65,8 @@ class Trial:
             RuntimeError: They do not pass.
         """
         start = time.monotonic()
-        result = self._run()
-        if result.returncode != 0:
-            raise RuntimeError(f"the tests fail without any mutant:\n{result.stdout}")
+        if self._run() != 0:
+            raise RuntimeError(f"the tests fail without any mutant:\n{self._output.read_text()}")
         taken_s = time.monotonic() - start
         self._limit_s = 10 + 4 * taken_s
         return taken_s
@@ -62,24 +76,39 @@ class Trial:
         file = self.root / mutant.path
         file.write_text(mutant.after)
         try:
-            failed = self._run().returncode != 0
-        except subprocess.TimeoutExpired:
-            return Verdict.TIMED_OUT
+            exit_code = self._run()
         finally:
             file.write_text(mutant.before)
-        return Verdict.KILLED if failed else Verdict.SURVIVED
+        if exit_code is None:
+            return Verdict.TIMED_OUT
+        return Verdict.KILLED if exit_code else Verdict.SURVIVED
 
-    def _run(self) -> subprocess.CompletedProcess[str]:
-        # In the order given, and without shrinking: that it fails is all we want to know. A file of
-        # byte code may be taken for that of another mutant of the same second and size.
-        options = "-x -q --tb=no -p no:randomly -p no:cacheprovider --hypothesis-profile=mutation"
-        return subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", *options.split(), *self._tests],
-            cwd=self.root,
-            env=os.environ | {"PYTHONPATH": str(self.root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=self._limit_s,
-            check=False,
-        )
+    def _run(self) -> int | None:
+        """Run the tests.
+
+        Returns:
+            What pytest exits with; None: they took too long.
+        """
+        tests = get_context("fork").Process(target=self._test)
+        tests.start()
+        tests.join(self._limit_s)
+        if tests.is_alive():
+            tests.kill()
+            tests.join()
+            return None
+        return tests.exitcode
+
+    def _test(self) -> None:
+        """Become a process that is in the copy and has imported nothing of the tree."""
+        with self._output.open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.chdir(self.root)
+        sys.path.insert(0, str(self.root))
+        sys.dont_write_bytecode = True
+        for name in [name for name in sys.modules if name.partition(".")[0] in self._folders]:
+            del sys.modules[name]
+        # In the order given, and without shrinking: that it fails is all we want to know.
+        options = "-x -q --tb=no --assert=plain -p no:randomly -p no:cacheprovider"
+        profile = "--hypothesis-profile=mutation"
+        os._exit(pytest.main([*options.split(), profile, *self._tests]))

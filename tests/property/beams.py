@@ -11,6 +11,8 @@ from zlib import crc32
 import numpy as np
 
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason
 
 VOCABULARY = (0, 1)
 
@@ -64,3 +66,15 @@ def expected_search(
             if hope <= done[-1].score:
                 break
     return done
+
+
+def judge_search(finished: Finished, found: Found | None) -> None:
+    """Judge one output of a search; with two tokens to choose from there may be too few."""
+    if found is None:
+        assert finished.reason is FinishReason.ERROR
+        return
+    assert finished.token_ids == found.tokens
+    assert finished.cumulative_logprob == float(found.total)
+    reason = FinishReason.STOP if found.by_end_token else FinishReason.LENGTH
+    assert finished.reason is reason
+    assert finished.stop_token_id == (found.tokens[-1] if found.by_end_token else None)

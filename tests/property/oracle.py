@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler_svc.core.plan import Finished, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
-from tests.property.beams import Found, expected_search
+from tests.property.beams import Found, expected_search, judge_search
 
 Context = tuple[object, ...]
 END = 1  # the vocabulary is {0, 1}; 1 may end a sequence
@@ -50,18 +50,6 @@ def expected_output(
         if stops(context):
             break
     return output
-
-
-def judge_search(finished: Finished, found: Found | None) -> None:
-    """Judge one output of a search; with two tokens to choose from there may be too few."""
-    if found is None:
-        assert finished.reason is FinishReason.ERROR
-        return
-    assert finished.token_ids == found.tokens
-    assert finished.cumulative_logprob == float(found.total)
-    reason = FinishReason.STOP if found.by_end_token else FinishReason.LENGTH
-    assert finished.reason is reason
-    assert finished.stop_token_id == (found.tokens[-1] if found.by_end_token else None)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from hypothesis import settings
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.eviction import Eviction
-from scheduler_svc.core.invariants import check
 from tests.property.test_scheduler import SchedulerMachine
 
 NUM_RULES = 250
@@ -141,7 +140,7 @@ def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
         if draw.random() < 0.02:
             machine.core.defragment()
         resize(machine, draw, reached)
-        check(machine.core)
+        machine.check_books()
         machine.num_rule_steps["histories"] += 1
     machine.teardown()
     return machine

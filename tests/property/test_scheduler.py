@@ -19,6 +19,7 @@ from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.successor import Successor
+from tests.property.findable import check_findable
 from tests.property.oracle import END, Oracle
 from tests.property.worker import SEARCH, FakeWorker
 
@@ -404,8 +405,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self):
         if hasattr(self, "core"):
-            check(self.core)
+            self.check_books()
             self.num_rule_steps["state machine"] += 1
+
+    def check_books(self):
+        check(self.core)
+        check_findable(self.core, self.worker)
 
     def teardown(self):
         """Everything that is live ends, and leaves nothing behind."""

@@ -10,13 +10,14 @@ from zlib import crc32
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash, tail_hash
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
+from tests.property.names import is_name_of
 from tests.property.oracle import Context, next_token, slot_content, stops
 
 ARRIVING: Context = ("arriving",)  # a swap-in is under way: not to be read or written
@@ -99,6 +100,10 @@ class FakeWorker:
         self.slots = self.slots[:num_slots] + [None] * (num_slots - len(self.slots))
         self.labels = {block: label for block, label in self.labels.items() if block < num_blocks}
         self.num_blocks = num_blocks
+
+    def content(self, block: int) -> Content:
+        """Return what a device block holds."""
+        return tuple(self.slots[self._block(block)])
 
     def hand_over(self) -> Holdings:
         """Forget the rows, as when a scheduler attaches, and say what there was."""
@@ -203,23 +208,8 @@ class FakeWorker:
         for block, label in zip(plan.labelled_block_ids.tolist(), plan.labels, strict=True):
             if BROKEN not in self.slots[self._block(block)]:
                 self.labels[block] = label.tobytes()
-                self._check_label(block)
-
-    def _check_label(self, block: int) -> None:
-        """Compare a label with what the block holds, of which it may name the first slots."""
-        size, content = self.config.block_size, self.slots[self._block(block)]
-        for end in range(size, 0, -1):
-            last = content[end - 1]
-            if last in (None, WRONG, VOID) or (len(last) - 1) % size != end % size:
-                continue
-            salt, *tokens = last
-            chain, ids = [], np.array(tokens, np.int32)
-            extend_chain(chain, root_hash(str(salt)), ids, size)
-            if end < size:
-                chain.append(tail_hash(chain, root_hash(str(salt)), ids, len(ids), size))
-            if chain[-1] == self.labels[block]:
-                return
-        raise AssertionError(f"block {block} has a label that is not true: {content}")
+                content = self.content(block)
+                assert is_name_of(self.labels[block], content), f"block {block} holds {content}"
 
     # --- blocks ---------------------------------------------------------------------------------
 
@@ -236,7 +226,7 @@ class FakeWorker:
         for source, target in outs:
             assert 0 <= target < self.config.num_host_blocks
             assert target not in self.disk.loading, "a swap-out writes a host block being loaded"
-            self.host[target] = tuple(self.slots[self._block(source)])
+            self.host[target] = self.content(source)
             _copy_label(self.labels.get(source), self.host_labels, target)
         for source, _ in ins:
             assert source in self.host, "a swap-in reads a host block that holds nothing"

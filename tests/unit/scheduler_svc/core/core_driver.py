@@ -76,3 +76,37 @@ def chunks(plan: StepPlan) -> dict[int, int]:
 
 def grown(plan: StepPlan) -> dict[int, int]:
     return dict(zip(plan.appended_rows.tolist(), plan.appended_block_ids.tolist(), strict=True))
+
+
+def stores(plan: StepPlan) -> dict[int, int]:
+    """Host block to disk block."""
+    sources, targets = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def loads(plan: StepPlan) -> dict[int, int]:
+    """Disk block to host block."""
+    sources, targets = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def outs(plan: StepPlan) -> dict[int, int]:
+    """Device block to host block."""
+    sources, targets = plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def ins(plan: StepPlan) -> dict[int, int]:
+    """Host block to device block."""
+    sources, targets = plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids
+    return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
+
+def run_to_disk(core, key):
+    """Take [key + 1] * 9 to its end; its two full blocks are cached. Return the first plan."""
+    submit(core, key, [key + 1] * 9, max_tokens=1)
+    first = schedule(core)
+    answer(core, first, 0)
+    second = schedule(core)
+    answer(core, second, stored_disk_block_ids=stores(first).values())
+    return first

@@ -1,24 +1,22 @@
 """The host tier by example: which block moves where, in which step."""
 
 import pytest
-from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
+from core_driver import (
+    ROUTER,
+    answer,
+    chunks,
+    grown,
+    ins,
+    make_core,
+    new,
+    outs,
+    schedule,
+    submit,
+)
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepPlan
-
-
-def outs(plan: StepPlan) -> dict[int, int]:
-    """Device block to host block."""
-    sources, targets = plan.swap_out_src_block_ids.tolist(), plan.swap_out_dst_block_ids.tolist()
-    return dict(zip(sources, targets, strict=True))
-
-
-def ins(plan: StepPlan) -> dict[int, int]:
-    """Host block to device block."""
-    sources, targets = plan.swap_in_src_block_ids.tolist(), plan.swap_in_dst_block_ids.tolist()
-    return dict(zip(sources, targets, strict=True))
 
 
 def run_alone(core, key, prompt, max_tokens=1):

@@ -1,0 +1,27 @@
+"""What the core would find by a hash is what the hash names, in every tier.
+
+A worker fails when it reads a wrong slot. But most of what is cached is read by nobody before a
+short history ends, so that a block under a wrong name would mostly go unseen.
+"""
+
+from scheduler_svc.core.scheduler import Scheduler
+from tests.property.disk import BROKEN
+from tests.property.names import is_name_of
+from tests.property.worker import VOID, FakeWorker
+
+
+def check_findable(core: Scheduler, worker: FakeWorker) -> None:
+    """Compare names with contents; `worker` has executed all plans that have gone out."""
+    tier = core._tier
+    device = {block: worker.content(block) for block in core._pool._hash_to_block.values()}
+    for where, pool, contents in (
+        ("device", core._pool, device),
+        ("host", tier.pool, worker.host),
+        ("disk", tier.disk.pool, worker.disk.blocks),
+    ):
+        for name, block in pool._hash_to_block.items():
+            if where == "host" and tier.is_leaving_device(block):
+                continue  # the next plan fills it
+            content = contents[block]
+            if BROKEN not in content and VOID not in content:  # else whoever reads it is told
+                assert is_name_of(name, content), f"{where} block {block} is misnamed: {content}"
