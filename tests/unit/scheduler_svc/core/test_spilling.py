@@ -1,5 +1,6 @@
 """Swapped sequences that spill to the disk, by example: who makes room for whom, and comes back."""
 
+import numpy as np
 import pytest
 from core_driver import (
     ROUTER,
@@ -15,6 +16,7 @@ from core_driver import (
     submit,
 )
 
+from scheduler_svc.core.block_hash import extend_chain, root_hash
 from scheduler_svc.core.block_pool import DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.host_room import HostRoom
@@ -62,6 +64,14 @@ def test_no_more_blocks_spill_than_there_is_need_for():
     assert outs(plan) == {2: 1, 3: 2, 5: 3}
     assert stores(plan) == {1: 0}, "the last"
     assert core.load().num_spilled_blocks == 1
+
+
+def test_of_what_spills_others_find_the_full_blocks():
+    core, plan = make_spilled(enable_prefix_caching=True)
+    answer(core, plan, 0, stored_disk_block_ids=stores(plan).values())
+    chain = []
+    extend_chain(chain, root_hash(""), np.array([3] * 5 + [7] * 3, np.int32), 4)
+    assert core._tier.disk.pool.find(chain) == [0], "of the eighth token there is no KV"
 
 
 def fetch_spilled(core, plan, **ends):

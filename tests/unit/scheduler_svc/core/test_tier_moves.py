@@ -74,6 +74,13 @@ def test_blocks_are_moving_from_when_it_is_asked_for_until_the_step_is_answered(
     assert not tier.is_moving
 
 
+def test_what_is_swapped_out_is_found_up_to_the_last_full_block():
+    tier = make_tier()
+    hashes = [bytes([i]) * 32 for i in range(3)]
+    targets = tier.swap_out([DeviceBlockId(block) for block in (5, 6, 7)], hashes[:2])
+    assert tier.find(hashes) == ([], targets[:2])
+
+
 def test_more_loads_than_the_limit_ask_for_no_step_until_one_has_ended():
     tier = make_tier(max_disk_moves=1)
     sources, targets = tier.disk.pool.allocate(2), tier.pool.allocate(2)
