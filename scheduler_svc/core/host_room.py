@@ -6,6 +6,7 @@ is full, too, and the one that needs room is before them, their KV is dropped.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 
 from scheduler_svc.core.block_pool import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -146,8 +147,7 @@ class HostRoom:
         spilled: tuple[HostBlockId, ...] = seq.host_block_ids[num_kept:]
         num_full = seq.num_computed_tokens // self._block_size
         hashes = seq.block_hashes[:num_full][num_kept:]
-        padded = [*hashes, *[None] * (len(spilled) - len(hashes))]
-        kept = map(self._tier.disk.keep, spilled, padded)
+        kept = map(self._tier.disk.keep, spilled, chain(hashes, repeat(None)))
         seq.disk_block_ids = (*kept, *seq.disk_block_ids)
         seq.host_block_ids = seq.host_block_ids[:num_kept]
         self._tier.pool.drop(spilled)

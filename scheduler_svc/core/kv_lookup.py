@@ -84,8 +84,6 @@ class KvLookup:
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
         """Return how many blocks of a prompt the prefix cache has, of those with `hashes`."""
-        if not self._is_enabled:
-            return 0
         num_found = len(self._pool.find(hashes))
         loading, sources = self._tier.find(hashes[num_found:])
         num_found += len(loading) + len(sources)

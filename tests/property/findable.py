@@ -19,6 +19,7 @@ def check_findable(core: Scheduler, worker: FakeWorker) -> None:
         ("host", tier.pool, worker.host),
         ("disk", tier.disk.pool, worker.disk.blocks),
     ):
+        assert core.config.enable_prefix_caching or not pool._hash_to_block
         for name, block in pool._hash_to_block.items():
             if where == "host" and tier.is_leaving_device(block):
                 continue  # the next plan fills it

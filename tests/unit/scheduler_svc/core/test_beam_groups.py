@@ -79,6 +79,8 @@ def test_the_prompt_of_a_search_is_pinned_once():
     assert [(pin.seq_key, pin.num_tokens) for pin in report(core, plan, r0=LIKELY).pinned] == [
         (0, 8)
     ]
+    plan = schedule(core)
+    assert report(core, plan, r0=LIKELY, r1=LIKELY).pinned == ()
     assert core.load().num_pinned_blocks == 2
 
 

@@ -89,3 +89,24 @@ def test_of_two_contents_that_a_block_is_said_to_have_the_first_counts():
     assert pool.find([b"p"]) == [3]
     assert pool.find([b"q"]) == []
     assert (pool.num_cached, pool.num_blank) == (1, 5)
+
+
+def test_of_what_another_scheduler_left_the_youngest_name_goes_first():
+    evicted = []
+    pool = make_pool(4, evicted=evicted)
+    pool.restore([[2]], [3, 2, 0], [b"prefix", b"held", b"what continues it"])
+    pool.allocate(3)
+    assert evicted == [(0, b"what continues it"), (3, b"prefix")]
+
+
+def test_only_a_block_with_one_holder_and_no_name_is_written():
+    pool = make_pool()
+    shared, named, _ = pool.allocate(3)
+    pool.share([shared])
+    pool.publish(named, b"p")
+    assert [pool.is_writable(block) for block in range(4)] == [False, False, True, False]
+
+
+def test_a_pool_may_be_empty():
+    pool = make_pool(0)
+    assert (pool.num_free, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])

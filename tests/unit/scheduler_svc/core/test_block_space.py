@@ -56,6 +56,14 @@ def test_a_result_when_nothing_is_in_flight_is_a_bug():
         make_core().update(outcome)
 
 
+def test_a_result_before_that_of_an_older_step_is_a_bug():
+    core = make_core()
+    submit(core, 0, [1])
+    schedule(core)
+    with pytest.raises(BrokenInvariantError, match=r"result of step 2; in flight: \[1, 2\]"):
+        answer(core, schedule(core))
+
+
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [

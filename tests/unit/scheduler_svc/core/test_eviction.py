@@ -68,6 +68,16 @@ def test_fifo_evicts_what_was_cached_first_whatever_has_hit_it_since():
     assert cache.evict_all() == "a1 a0 b1 b0 c0"
 
 
+def test_fifo_does_not_mind_blocks_without_a_name():
+    """Such as a table's last, which is not full, and copies of what another block has."""
+    cache = Cache(Eviction.FIFO)
+    cache.run("a0")
+    table = [*cache.use("b0"), *cache.pool.allocate(1), *cache.use("b1")]
+    cache.pool.drop(table)
+    cache.pool.drop([*cache.use("a0"), *cache.pool.allocate(1)])
+    assert cache.evict_all() == "a0 b1 b0"
+
+
 @ALL
 def test_an_old_prefix_outlives_what_was_computed_after_it_just_now(eviction):
     cache = Cache(eviction)

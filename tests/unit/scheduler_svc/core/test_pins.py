@@ -154,6 +154,30 @@ def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
     assert core.load().num_pinned_blocks == 2
 
 
+def test_a_prompt_whose_sequence_is_gone_before_its_swap_in_has_ended_is_not_pinned():
+    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A)
+    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
+    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    while not (plan := schedule(core)).swap_in_dst_block_ids.size:
+        answer(core, plan)
+    following = schedule(core)  # computes the prompt
+    core.cancel(ROUTER, [2])
+    assert answer(core, plan).pinned == answer(core, following).pinned == ()
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_pins_end_one_after_the_other():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=10.0)
+    run(core, 1, B, cache_pin_s=20.0)
+    num_pinned = []
+    for now in (9.0, 10.0, 19.0, 20.0):
+        core.schedule(now)
+        num_pinned.append(core.load().num_pinned_blocks)
+    assert num_pinned == [4, 2, 2, 0]
+
+
 def test_what_is_not_to_be_trusted_is_not_pinned():
     core = make_core(max_pinned_share=0.5)
     submit(core, 0, A, cache_pin_s=10.0)

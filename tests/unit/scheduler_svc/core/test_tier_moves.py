@@ -10,6 +10,8 @@ from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.plan import StepId, StepOutcome
 from scheduler_svc.core.plan_draft import PlanDraft
 
+HASH, OTHER = bytes([1]) * 32, bytes([2]) * 32
+
 
 def make_tier(**overrides):
     settings = {"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -107,3 +109,76 @@ def test_nothing_is_demoted_while_swap_ins_wait_and_then_as_many_as_the_limit():
     assert [len(tier.find([h])[1]) for h in hashes] == [1, 1, 0, 0]
     assert tier.num_demoted == 2
     assert send(tier, 2).swap_out_src == [0, 1]
+
+
+def test_so_many_can_be_demoted_as_delay_no_swap_in():
+    tier = make_tier(max_swap_blocks=2)
+    tier.begin_step()
+    assert tier.num_demotions_left == 2, "of six blocks"
+    (host,) = tier.pool.allocate(1)
+    others = tier.pool.allocate(4)
+    assert tier.num_demotions_left == 1, "there is no more room"
+    tier.swap_in([host], [DeviceBlockId(7)])
+    assert tier.num_demotions_left == 0
+    tier.pool.drop(others)
+    tier.swap_out([DeviceBlockId(6)], [])
+    assert tier.num_demotions_left == 2, "the swap-in must wait in any case"
+
+
+def test_one_disk_block_is_a_disk():
+    tier = make_tier(num_host_blocks=1, num_disk_blocks=1)
+    tier.pool.drop(tier.swap_out([DeviceBlockId(0)], [HASH]))
+    send(tier)
+    tier.take_free()
+    assert send(tier, 2).disk_store_dst == [0]
+
+
+# --- what is not to be trusted --------------------------------------------------------------------
+
+
+def make_stored(tier):
+    """Have the one content in the host's block 0 and the disk's block 0; nobody holds either."""
+    host = tier.swap_out([DeviceBlockId(0)], [HASH])
+    disk = tier.disk.keep(host[0], HASH)
+    send(tier)
+    return host, [disk]
+
+
+def end_of_store(tier, disk):
+    tier.disk.answer(outcome(stored_disk_block_ids=disk))
+    tier.disk.pool.drop(disk)
+
+
+def test_what_is_not_to_be_trusted_is_found_in_no_tier():
+    tier = make_tier()
+    host, disk = make_stored(tier)
+    end_of_store(tier, disk)
+    assert (tier.pool.find([HASH]), tier.disk.pool.find([HASH])) == (host, disk)
+    tier.forget([bytes(32), HASH])
+    assert (tier.pool.find([HASH]), tier.disk.pool.find([HASH])) == ([], [])
+
+
+def test_what_is_not_to_be_trusted_is_not_found_when_its_store_ends():
+    tier = make_tier()
+    _, disk = make_stored(tier)
+    tier.forget([HASH])
+    end_of_store(tier, disk)
+    assert tier.disk.pool.find([HASH]) == []
+    assert tier.disk.pool.num_blank == 4
+
+
+def test_what_is_not_to_be_trusted_is_not_found_when_its_load_ends():
+    tier = make_tier()
+    host, disk = make_stored(tier)
+    end_of_store(tier, disk)
+    tier.pool.forget(host)
+    other = tier.disk.keep(host[0], OTHER)
+    send(tier, 2)
+    tier.disk.answer(outcome(stored_disk_block_ids=[other]))
+    targets = [tier.take_free(), tier.take_free()]
+    for source, target, block_hash in zip([*disk, other], targets, [HASH, OTHER], strict=True):
+        tier.disk.load(source, target, block_hash)
+    tier.forget([HASH])
+    send(tier, 3)
+    tier.disk.answer(outcome(loaded_host_block_ids=targets))
+    assert (tier.pool.find([HASH]), tier.pool.find([OTHER])) == ([], targets[1:])
