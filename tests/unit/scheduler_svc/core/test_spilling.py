@@ -174,6 +174,8 @@ def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_comes_back()
     assert core._tier.pool.num_free == 0
     assert core._host_room.make_for_fetch(swapped, 1)
     assert core._tier.pool.num_free == 1
+    assert core._host_room.make_for_fetch(swapped, 1)
+    assert core._tier.pool.num_free == 1, "it was enough"
     check(core)
 
 
