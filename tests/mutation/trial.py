@@ -103,10 +103,17 @@ class Trial:
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in self._folders]:
             del sys.modules[name]
-        # In the order given, and without shrinking: that it fails is all we want to know.
+        # Without shrinking and the like: that it fails is all we want to know.
         options = "-x -q --tb=no --assert=plain -p no:randomly -p no:cacheprovider"
         profile = "--hypothesis-profile=mutation"
-        os._exit(pytest.main([*options.split(), profile, *self._tests]))
+        os._exit(pytest.main([*options.split(), profile, *self._tests], [_ExamplesFirst()]))
+
+
+class _ExamplesFirst:
+    """Else in the order given: what Hypothesis draws takes longer than all else together."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: hasattr(getattr(item, "obj", None), "hypothesis"))
 
 
 def _cpu_s_of_trials() -> float:
