@@ -134,22 +134,16 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
         len(free) + len(holders) + len(retired) == pool.num_blocks,
         "a block is neither held nor free, nor out of use",
     )
-    for block in retired:
-        _expect(pool._hashes[block] is None, f"block {block} is out of use but can be found")  # noqa: SLF001
-    for block in free | set(holders):
-        refs = pool.ref_count(block)
-        _expect(refs == holders[block], f"block {block}: {refs} counted, {holders[block]} hold it")
+    _expect(not any(map(pool._hashes.__getitem__, retired)), "a block out of use can be found")  # noqa: SLF001
+    counted = {block: pool.ref_count(block) for block in (*free, *holders)}
+    wrong = {block: n for block, n in counted.items() if n != holders[block]}
+    _expect(not wrong, f"wrong reference counts: {wrong}")
     _expect(all(map(pool.is_cached, cached)), "a block is in the order of eviction but not cached")
-    for block in blank:
-        _expect(pool._hashes[block] is None, f"block {block} is blank but can be found")  # noqa: SLF001
-        is_below = block in pool._blank  # noqa: SLF001
-        _expect(is_below == (block < pool._border), f"block {block} is across the border")  # noqa: SLF001
-    for block_hash, block in pool._hash_to_block.items():  # noqa: SLF001
-        _expect(pool._hashes[block] == block_hash, f"block {block} is found by another's hash")  # noqa: SLF001
-    _expect(
-        sum(h is not None for h in pool._hashes) == len(pool._hash_to_block),  # noqa: SLF001
-        "a block has a hash and cannot be found",
-    )
+    _expect(not any(map(pool._hashes.__getitem__, blank)), "a blank block can be found")  # noqa: SLF001
+    highest, lowest = max(pool._blank, default=-1), min(pool._blank_beyond, default=pool.num_blocks)  # noqa: SLF001
+    _expect(highest < pool._border <= lowest, "a blank block is across the border")  # noqa: SLF001
+    named = {block_hash: block for block, block_hash in enumerate(pool._hashes) if block_hash}  # noqa: SLF001
+    _expect(named == pool._hash_to_block, "blocks are not found by their hashes, or by others")  # noqa: SLF001
 
 
 def _check_pins(core: Scheduler) -> None:
