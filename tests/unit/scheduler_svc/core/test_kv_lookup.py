@@ -7,6 +7,7 @@ import pytest
 from core_driver import make_core, submit
 
 from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.sequence import SeqStatus
 
 PROMPT = range(16)  # four blocks; the last token is to be computed, so that three can be found
 
@@ -59,6 +60,14 @@ def test_one_who_needs_the_logits_of_its_prompt_finds_nothing():
     assert place.found() == ([], [], [], 0)
     assert place.lookup.past_device(place.seq) == []
     assert place.lookup.num_cached_tokens(place.seq.request) == 0
+
+
+def test_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
+    place = Place(reads_prefix_cache=False)  # for its prompt, which is computed
+    place.seq.status, place.seq.num_computed_tokens = SeqStatus.SWAPPED, 10
+    place.seq.host_block_ids = (5, 6, 7)
+    device = place.put("device", 0, 1, 2)
+    assert place.found() == (device[:2], [], [7], 10)
 
 
 def test_without_a_prefix_cache_nobody_finds_anything():

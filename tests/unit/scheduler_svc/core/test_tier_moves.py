@@ -46,6 +46,7 @@ def test_a_store_alone_asks_for_a_step_and_so_does_a_load():
     tier.disk.load(disk, host, None)
     assert tier.has_moves
     assert tier.disk.is_loading
+    assert tier.disk.is_busy
 
 
 def test_the_end_of_a_move_that_has_not_gone_out_is_a_bug():
@@ -131,6 +132,22 @@ def test_one_disk_block_is_a_disk():
     send(tier)
     tier.take_free()
     assert send(tier, 2).disk_store_dst == [0]
+
+
+def test_a_block_that_is_taken_is_filled_by_who_takes_it():
+    tier = make_tier(num_host_blocks=1)
+    tier.pool.drop(tier.swap_out([DeviceBlockId(0)], [HASH]))
+    tier.take_free()
+    assert send(tier).swap_out_src == []
+
+
+def test_one_content_is_stored_once_and_what_has_no_name_each_time():
+    tier = make_tier()
+    host = tier.pool.allocate(4)
+    kept = [tier.disk.keep(*each) for each in zip(host, [HASH, None, HASH, None], strict=True)]
+    assert kept == [0, 1, 0, 2]
+    assert tier.disk.pool.ref_count(0) == 3, "two that keep it, and the store"
+    assert send(tier).disk_store_src == [host[0], host[1], host[3]]
 
 
 # --- what is not to be trusted --------------------------------------------------------------------
