@@ -194,7 +194,7 @@ class BlockPool(Generic[BlockIdT]):
     @property
     def ref_counts(self) -> npt.NDArray[np.int32]:
         """int32[num_blocks]: how many hold each block; a view that follows what happens."""
-        counts = np.frombuffer(self._ref_counts, np.int32) if self.num_blocks else _NO_COUNTS
+        counts = np.frombuffer(self._ref_counts, np.int32)
         counts.flags.writeable = False
         return counts
 
@@ -335,6 +335,3 @@ class BlockPool(Generic[BlockIdT]):
     def is_writable(self, block: BlockIdT) -> bool:
         """Whether a held block has one holder and no hash, so that this one may write it."""
         return self._ref_counts[block] == 1 and self._hashes[block] is None
-
-
-_NO_COUNTS: npt.NDArray[np.int32] = np.empty(0, np.int32)

@@ -22,6 +22,9 @@ import pytest
 
 from tests.mutation.mutants import Mutant
 
+_MAX_BYTES = 4 << 30
+"""What hangs may fill lists meanwhile."""
+
 
 class Verdict(Enum):
     """What the tests made of a mutant."""
@@ -84,7 +87,7 @@ class Trial:
             return Verdict.TIMED_OUT
         return Verdict.KILLED if exit_code else Verdict.SURVIVED
 
-    def _run(self) -> int | None:
+    def _run(self) -> int:
         """Run the tests; return what pytest exits with, or what signal ends it, negative."""
         tests = get_context("fork").Process(target=self._test)
         tests.start()
@@ -95,6 +98,7 @@ class Trial:
         """Become a process that is in the copy and has imported nothing of the tree."""
         # Not of the clock's time: the machine may have other things to do.
         resource.setrlimit(resource.RLIMIT_CPU, (self._max_cpu_s, self._max_cpu_s + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
         with self._output.open("wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
