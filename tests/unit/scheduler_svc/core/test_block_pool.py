@@ -107,6 +107,15 @@ def test_only_a_block_with_one_holder_and_no_name_is_written():
     assert [pool.is_writable(block) for block in range(4)] == [False, False, True, False]
 
 
+def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
+    pool = make_pool()
+    blocks = pool.allocate(4)
+    for block in blocks[:2]:
+        pool.publish(block, b"%d" % block)
+    pool.drop([blocks[1], blocks[2]])
+    assert [pool.is_cached(block) for block in range(5)] == [False, True, False, False, False]
+
+
 def test_a_pool_may_be_empty():
     pool = make_pool(0)
     assert (pool.num_free, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])
