@@ -21,9 +21,11 @@ from typing import Any, Final
 
 _BENCH: Final = Path(__file__).parent
 _ROOT: Final = _BENCH.parent
-_KERNEL_TESTS: Final = (
-    *("activation", "copy", "decode", "norm", "prefill", "quantized", "rotary", "rotary_store"),
-    *("sample", "store"),
+_KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized", "rotary",
+                   "rotary_store", "sample", "store")  # fmt: skip
+_GPU_TESTS: Final = (
+    *(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS),
+    "tests/unit/gpu_worker/test_worker_elastic_memory.py",
 )
 _LOG_LINES: Final = 12
 _SMOKE_LIMIT_S: Final = 200
@@ -100,7 +102,7 @@ def whole(bandwidth: float) -> tuple[Part, ...]:
         ),
         Part(
             "kernel tests",
-            tuple(_pytest(name) for name in _KERNEL_TESTS),
+            tuple(_pytest(file) for file in _GPU_TESTS),
             150,
             {"TRITON_INTERPRET": "0"},
         ),
@@ -132,7 +134,7 @@ def smoke() -> tuple[Part, ...]:
             (_script("gpu_transformers.py", *tiny, *load, "--kinds", "generate"),),
             _SMOKE_LIMIT_S,
         ),
-        Part("kernel tests", (_pytest("activation"),), _SMOKE_LIMIT_S, {"TRITON_INTERPRET": "1"}),
+        Part("kernel tests", (_pytest(_GPU_TESTS[0]),), _SMOKE_LIMIT_S, {"TRITON_INTERPRET": "1"}),
     )  # fmt: skip
 
 
@@ -149,8 +151,8 @@ def _serve(shape: str, bandwidth: float, limit_s: float) -> Part:
     return Part(f"serve {shape}", (_script("gpu_serve.py", *numbers),), limit_s)
 
 
-def _pytest(name: str) -> tuple[str, ...]:
-    flags = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"tests/kernels/test_{name}.py")
+def _pytest(file: str) -> tuple[str, ...]:
+    flags = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", file)
     return (sys.executable, "-m", "pytest", *flags)
 
 

@@ -1,6 +1,5 @@
 """Decides whether a KV pool can be resized, and up to where; makes the memory for it."""
 
-import structlog
 import torch
 
 from gpu_worker import memory
@@ -14,22 +13,22 @@ _GIB = 1024**3
 _MAX_BLOCKS = 2**24
 """More no scheduler takes."""
 
-_log = structlog.get_logger()
-
 
 def open_pool_memory(
     settings: WorkerSettings, num_blocks: int, block_bytes: int, device: torch.device
 ) -> ElasticMemory | None:
     """Map `num_blocks` blocks of memory that can be resized; None: its size is to be fixed.
 
-    On a GPU whose driver, or an installation whose packages, cannot do that it is fixed, and a
-    warning says why, unless the operator has asked for more.
+    On a GPU it is, unless the operator asks for more: the driver's calls have not been proved on
+    hardware.
 
     Raises:
         ModelError: The operator has, and it cannot be; or it is less than what there is at first.
     """
     max_gb = settings.max_kv_memory_gb
     if max_gb == 0 or settings.num_ranks > 1 or settings.draft_model is not None:
+        return None
+    if max_gb is None and device.type == "cuda":
         return None
     num_bytes = num_blocks * block_bytes
     if max_gb is None:
@@ -44,10 +43,7 @@ def open_pool_memory(
     except OutOfMemoryError as error:
         raise ModelError(f"KV memory is {num_bytes / _GIB:.3f} GiB: {error}") from error
     except VirtualMemoryError as error:
-        if max_gb is not None:
-            raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
-        _log.warning("the KV pool cannot be resized", reason=str(error))
-        return None
+        raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
 
 
 def _reserve(device: torch.device, max_bytes: int) -> Chunks:

@@ -58,8 +58,8 @@ class WorkerSettings(ProcessSettings):
     1 GiB or half of what is free, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """KV memory in GiB that the pool can be grown to while it is used (quire resize); only
-    addresses are reserved for it. 0: its size is fixed. Unset: what the device has in all, on a CPU
-    the machine; on several devices, and with draft-model, it is fixed."""
+    addresses are reserved for it. 0: its size is fixed. Unset: on a CPU what the machine has in
+    all; on GPUs, and with draft-model, it is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What KV is stored in: auto is what the model computes in; int8 or fp8 (e4m3) take about half
     the room of bfloat16, so twice the tokens fit. Each slot and kv head has a scale."""

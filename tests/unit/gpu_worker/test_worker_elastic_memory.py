@@ -149,3 +149,25 @@ def test_the_fake_driver_has_every_name_that_is_used():
     real = pytest.importorskip("cuda.bindings.driver")
     assert not [name for name in names if not hasattr(real, name)]
     assert cuda_chunks.load_driver() is real
+
+
+@pytest.mark.gpu
+def test_a_gpus_own_driver_maps_keeps_zeroes_and_gives_back():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    chunks = cuda_chunks.CudaChunks(load_driver(), device, 2**36)
+    chunk = chunks.chunk_bytes
+    memory = ElasticMemory(chunks, 2 * chunk)
+    before, _ = torch.cuda.mem_get_info()
+    memory.bytes[: 2 * chunk] = 7
+    memory.resize(8 * chunk)
+    grown, _ = torch.cuda.mem_get_info()
+    assert before - grown >= 6 * chunk
+    assert int(memory.bytes[: 2 * chunk].min()) == 7
+    assert not memory.bytes[2 * chunk : 8 * chunk].any()
+    torch.cuda.synchronize()
+    memory.resize(chunk)
+    assert torch.cuda.mem_get_info()[0] - grown >= 7 * chunk
+    assert int(memory.bytes[:chunk].min()) == 7
+    memory.close()

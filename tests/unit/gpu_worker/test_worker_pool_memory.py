@@ -65,13 +65,15 @@ def test_the_most_is_no_less_than_what_there_is_at_first():
         open_pool_memory(settings(max_kv_memory_gb=0.001), 4, BLOCK_BYTES, CPU)
 
 
-def test_a_gpu_without_the_drivers_calls_has_a_pool_of_a_fixed_size(monkeypatch):
+def test_a_gpus_pool_has_a_fixed_size_unless_it_is_asked_for():
+    assert open_pool_memory(settings(), 4, BLOCK_BYTES, CUDA) is None
+
+
+def test_what_a_gpu_lacks_to_be_resized_is_named(monkeypatch):
     def load_driver():
         raise VirtualMemoryError("it needs the package cuda-bindings")
 
     monkeypatch.setattr(pool_memory, "load_driver", load_driver)
-    monkeypatch.setattr(memory, "device_total_bytes", lambda _: GIB)
-    assert open_pool_memory(settings(), 4, BLOCK_BYTES, CUDA) is None
     with pytest.raises(ModelError, match=r"max-kv-memory-gb is 1.0: it needs the package"):
         open_pool_memory(settings(max_kv_memory_gb=1), 4, BLOCK_BYTES, CUDA)
 
