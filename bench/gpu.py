@@ -23,10 +23,8 @@ _BENCH: Final = Path(__file__).parent
 _ROOT: Final = _BENCH.parent
 _KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized", "rotary",
                    "rotary_store", "sample", "store")  # fmt: skip
-_GPU_TESTS: Final = (
-    *(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS),
-    "tests/unit/gpu_worker/test_worker_elastic_memory.py",
-)
+_KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
+_POOL_TEST: Final = "tests/unit/gpu_worker/test_worker_elastic_memory.py"
 _LOG_LINES: Final = 12
 _SMOKE_LIMIT_S: Final = 200
 """Of what takes seconds: the machine may be busy with much else."""
@@ -100,9 +98,10 @@ def whole(bandwidth: float) -> tuple[Part, ...]:
             (_script("gpu_transformers.py", "--shape", "1B", "--json", "{out}/numbers.json"),),
             75,
         ),
+        Part("elastic pool", (_pytest(_POOL_TEST),), 30),  # alone: it reads what is free
         Part(
             "kernel tests",
-            tuple(_pytest(file) for file in _GPU_TESTS),
+            tuple(_pytest(file) for file in _KERNEL_TESTS),
             150,
             {"TRITON_INTERPRET": "0"},
         ),
@@ -134,7 +133,7 @@ def smoke() -> tuple[Part, ...]:
             (_script("gpu_transformers.py", *tiny, *load, "--kinds", "generate"),),
             _SMOKE_LIMIT_S,
         ),
-        Part("kernel tests", (_pytest(_GPU_TESTS[0]),), _SMOKE_LIMIT_S, {"TRITON_INTERPRET": "1"}),
+        Part("kernel tests", (_pytest(_KERNEL_TESTS[0]),), _SMOKE_LIMIT_S, {"TRITON_INTERPRET": "1"}),
     )  # fmt: skip
 
 
