@@ -133,7 +133,8 @@ def smoke() -> tuple[Part, ...]:
             (_script("gpu_transformers.py", *tiny, *load, "--kinds", "generate"),),
             _SMOKE_LIMIT_S,
         ),
-        Part("kernel tests", (_pytest(_KERNEL_TESTS[0]),), _SMOKE_LIMIT_S, {"TRITON_INTERPRET": "1"}),
+        Part("kernel tests", (_pytest(_KERNEL_TESTS[0]),), _SMOKE_LIMIT_S,
+             {"TRITON_INTERPRET": "1"}),
     )  # fmt: skip
 
 
