@@ -92,7 +92,7 @@ class WorkerLink:
         self._loop = asyncio.get_running_loop()
         self._in_flight: deque[_SentStep] = deque()
         self._results: deque[TimedResult] = deque()
-        self._batches: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._batches: asyncio.Queue[worker_pb2.StepBatch | None] = asyncio.Queue()
         self._ledger = WorkerLedger(info)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -197,12 +197,14 @@ class WorkerLink:
         for task in tasks:
             task.cancel()
         self._call.cancel()
+        self._batches.put_nowait(None)  # a call that has failed goes on waiting for the next one
         await asyncio.wait(tasks)
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
-        while True:
-            yield await self._batches.get()
+        """Yield what is to be sent; a None in the queue is the end."""
+        while (batch := await self._batches.get()) is not None:
+            yield batch
 
     async def _await_drain(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
