@@ -1,4 +1,8 @@
-"""Chunks of a CPU's memory: the system gives a page when it is touched, and takes it when told."""
+"""Chunks of a CPU's memory: the system gives a page when it is touched, and takes it when told.
+
+What a pool begins with is touched as it is used. What it grows by is touched at once, so that it is
+the pool's: others that ask later what is left must not count it.
+"""
 
 import mmap
 import sys
@@ -14,7 +18,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class CpuChunks:
-    """`elastic_memory.Chunks` over an anonymous map, of which `map` has nothing to do.
+    """`elastic_memory.Chunks` over an anonymous map.
 
     A chunk that is unmapped holds zeros: its pages are the system's again. To write to one would
     take them anew, which nothing here can prevent.
@@ -27,19 +31,30 @@ class CpuChunks:
 
         `available_bytes` says what the process may still take: more is not mapped, but for the
         chunks that come first, which are what the operator asked for.
+
+        Raises:
+            OutOfMemoryError: The system does not let the process have as many addresses.
         """
         self._available_bytes = available_bytes
         num_bytes = -(-max_bytes // self.chunk_bytes) * self.chunk_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+        try:
+            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"{num_bytes} bytes of addresses cannot be reserved: {error.strerror}"
+            ) from error
 
     def map(self, first: int, count: int) -> None:
         """See `Chunks`."""
+        if not first:
+            return
         num_bytes = count * self.chunk_bytes
-        if first and num_bytes > (available := self._available_bytes()):
+        if num_bytes > (available := self._available_bytes()):
             raise OutOfMemoryError(
                 f"{num_bytes} bytes more are needed; the machine has {available} left"
             )
+        np.frombuffer(self._memory, np.uint8, num_bytes, first * self.chunk_bytes).fill(0)
 
     def unmap(self, first: int, count: int) -> None:
         """See `Chunks`."""

@@ -80,9 +80,17 @@ class CudaChunks:
             raise
 
     def unmap(self, first: int, count: int) -> None:
-        """See `Chunks`."""
-        for chunk in reversed(range(first, first + count)):
-            self._call("cuMemUnmap", self._at(chunk), self.chunk_bytes)
+        """See `Chunks`.
+
+        Raises:
+            AcceleratorError: The driver refuses. What is mapped now nobody knows, so the process
+                is of no more use than after any other failure of the device.
+        """
+        try:
+            for chunk in reversed(range(first, first + count)):
+                self._call("cuMemUnmap", self._at(chunk), self.chunk_bytes)
+        except VirtualMemoryError as error:
+            raise torch.AcceleratorError(str(error)) from error
 
     def view(self) -> torch.Tensor:
         """See `Chunks`."""

@@ -49,7 +49,7 @@ class ElasticMemory:
         self._chunks = chunks
         try:
             chunks.map(0, self._num_chunks(num_bytes))
-        except OutOfMemoryError:
+        except Exception:
             chunks.close()
             raise
         self.bytes = chunks.view()

@@ -19,6 +19,7 @@ from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
 from gpu_worker.busy_clock import BusyClock
+from gpu_worker.cuda_chunks import VirtualMemoryError
 from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.drafter import Drafter
 from gpu_worker.elastic_memory import OutOfMemoryError
@@ -221,7 +222,7 @@ class Executor:
             torch.cuda.synchronize(self._device)  # copies may still read what goes
         try:
             self._pool.resize(num_blocks)
-        except OutOfMemoryError as error:
+        except (OutOfMemoryError, VirtualMemoryError) as error:
             raise FailedPreconditionError(f"num_blocks is {num_blocks}: {error}") from error
         self.labels.resize_device(num_blocks)
 

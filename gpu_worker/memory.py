@@ -63,7 +63,7 @@ def available_bytes() -> int:
         bounds.append(available)
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        bounds.append(int(most) - int(used.read_text()))
+        bounds.append(int(most) - int(used.read_text()) + _reclaimable_bytes())
     return min(bounds, default=2 * _DEFAULT_CPU_BYTES)
 
 
@@ -85,6 +85,14 @@ def device_total_bytes(device: torch.device) -> int:
     if limit.exists() and (most := limit.read_text().strip()) != "max":
         bounds.append(int(most))
     return min(bounds, default=2 * _DEFAULT_CPU_BYTES)
+
+
+def _reclaimable_bytes() -> int:
+    """Of what counts as used: files' pages that the system drops when somebody needs room."""
+    stat = _CGROUP / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    numbers = dict(line.split(maxsplit=1) for line in lines)
+    return int(numbers.get("inactive_file", 0))
 
 
 def _meminfo() -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Decides whether a KV pool can be resized, and up to where; makes the memory for it."""
 
+import structlog
 import torch
 
 from gpu_worker import memory
@@ -13,6 +14,8 @@ _GIB = 1024**3
 _MAX_BLOCKS = 2**24
 """More no scheduler takes."""
 
+_log = structlog.get_logger()
+
 
 def open_pool_memory(
     settings: WorkerSettings, num_blocks: int, block_bytes: int, device: torch.device
@@ -20,7 +23,7 @@ def open_pool_memory(
     """Map `num_blocks` blocks of memory that can be resized; None: its size is to be fixed.
 
     On a GPU it is, unless the operator asks for more: the driver's calls have not been proved on
-    hardware.
+    hardware. On a CPU it is where the system counts addresses as memory, and a warning says so.
 
     Raises:
         ModelError: The operator has, and it cannot be; or it is less than what there is at first.
@@ -39,7 +42,14 @@ def open_pool_memory(
         )
     max_bytes = min(max_bytes, max(num_blocks, _MAX_BLOCKS) * block_bytes)
     try:
-        return ElasticMemory(_reserve(device, max_bytes), num_bytes)
+        chunks = _reserve(device, max_bytes)
+    except (OutOfMemoryError, VirtualMemoryError) as error:
+        if max_gb is not None:
+            raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
+        _log.warning("the KV pool cannot be resized", reason=str(error))
+        return None
+    try:
+        return ElasticMemory(chunks, num_bytes)
     except OutOfMemoryError as error:
         raise ModelError(f"KV memory is {num_bytes / _GIB:.3f} GiB: {error}") from error
     except VirtualMemoryError as error:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -90,8 +90,11 @@ class Steps(HostBlocks, Protocol):
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
         """Queue a step; what it produces, or raises, comes in the future."""
 
-    async def resize_pool(self, num_blocks: int) -> None:
-        """Let the device have `num_blocks` blocks, after the steps taken so far."""
+    def resize_pool(self, num_blocks: int) -> Awaitable[None]:
+        """Let the device have `num_blocks` blocks, after the steps taken so far.
+
+        Whoever attaches after this call finds it done.
+        """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -295,12 +298,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 "num_blocks", f"is {request.num_blocks}; it must be in [{least}, {most}]"
             )
         # It goes on if the caller is gone: what there is then must be known.
-        self._resizing = asyncio.create_task(self._resize(steps, request.num_blocks))
+        resized = steps.resize_pool(request.num_blocks)
+        self._resizing = asyncio.create_task(self._resize(resized, request.num_blocks))
         await asyncio.shield(self._resizing)
         return worker_pb2.ResizePoolResponse()
 
-    async def _resize(self, steps: Steps, num_blocks: int) -> None:
-        await steps.resize_pool(num_blocks)
+    async def _resize(self, resized: Awaitable[None], num_blocks: int) -> None:
+        await resized
         assert self._info is not None, "it was loaded"
         before = self._info.limits.num_blocks
         limits = replace(self._info.limits, num_blocks=num_blocks)

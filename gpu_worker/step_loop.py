@@ -115,13 +115,13 @@ class StepLoop:
         """See `kv_exchange.HostBlocks`."""
         await self._call_executor(lambda executor: _write(executor, block_ids, content))
 
-    async def resize_pool(self, num_blocks: int) -> None:
-        """Let the device have `num_blocks` blocks, after the steps taken so far.
+    def resize_pool(self, num_blocks: int) -> "asyncio.Future[None]":
+        """Let the device have `num_blocks` blocks, after the steps and attachments taken so far.
 
-        Raises:
-            FailedPreconditionError: as `Executor.resize_pool`.
+        Returns:
+            When that is done; raises FailedPreconditionError as `Executor.resize_pool`.
         """
-        await self._call_executor(
+        return self._queue_call(
             lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
         )
 
@@ -254,13 +254,16 @@ class StepLoop:
         self._attachment = job.attachment
         self._tell(job.done, holdings)
 
-    async def _call_executor(
-        self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
-    ) -> _T:
+    async def _call_executor(self, function: Callable[[AnyExecutor], _T]) -> _T:
         """Call a function on the executor's thread, after the steps and calls before."""
+        return await self._queue_call(function)
+
+    def _queue_call(
+        self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
+    ) -> "asyncio.Future[_T]":
         result: asyncio.Future[_T] = self._event_loop.create_future()
         self._jobs.put(_Call(function, result, is_between_steps))
-        return await result
+        return result
 
     def _do(self, job: _Call) -> None:
         while job.is_between_steps and self._pending:

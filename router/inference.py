@@ -4,7 +4,8 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from opentelemetry import trace
@@ -82,12 +83,15 @@ class Inference:
         )
         """What faces ask about text."""
 
-    def check_room(self) -> None:
+    def check_room(self, model: str) -> None:
         """For faces that have work to do before they can call `generate`.
 
-        Raises `TooBusyError` if that would be in vain, because the schedulers' queues are full.
+        Raises what `generate` would if that is in vain: `NotFoundError` for an unknown model,
+        `TooBusyError` if the schedulers' queues are full.
         """
-        self._schedulers.check_room(1)
+        with _refusals_counted():
+            self.model.check_name(model)
+            self._schedulers.check_room(1)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submits a request; the caller reads the result under `async with`.
@@ -98,11 +102,8 @@ class Inference:
         draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
         the prompt was tokenized.
         """
-        try:
+        with _refusals_counted():
             return await self._generate(request)
-        except QuireError as error:
-            metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            raise
 
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model.info(request.model)
@@ -348,3 +349,12 @@ def _most_tokens(
     """What a request may come to, prompt and outputs."""
     assert sampling.max_tokens is not None, "it is settled"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
+
+
+@contextmanager
+def _refusals_counted() -> Iterator[None]:
+    try:
+        yield
+    except QuireError as error:
+        metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+        raise

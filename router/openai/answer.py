@@ -83,11 +83,13 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
     """Answer the call. When this returns, fails or is cancelled, its requests have ended."""
     try:
         async with AsyncExitStack() as stack:
-            lives = [
-                await stack.enter_async_context(await _open(inference, call, request))
-                for request in call.requests
-            ]
-            call.prompts.extend(live.prompt_token_ids for live in lives)
+            lives: list[LiveRequest] = []
+            for request in call.requests:
+                live = await stack.enter_async_context(await _open(inference, call, request))
+                lives.append(live)
+                call.prompts.append(live.prompt_token_ids)
+                if call.received is not None:
+                    _catch_up(call, request, live)
             events = await stack.enter_async_context(aclosing(merge(lives)))
             if call.stream:
                 return await _stream(http, call, lives[0], events)
@@ -100,7 +102,7 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
     """Begin a request, or go on with it where its client is."""
     if call.received is None:
         return await inference.generate(request)
-    live = await inference.resume(
+    return await inference.resume(
         ResumeRequest(
             request.request_id,
             request.tenant,
@@ -109,15 +111,19 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
             deadline=request.deadline,
         )
     )
-    # The shape comes to where the lost one was: it knows what it has held back of a tool's call.
+
+
+def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
+    """Bring the shape to where the lost one was: it knows what it has held back of a tool's call.
+
+    Raises `FailedPreconditionError` if it cannot be brought there.
+    """
     for output in live.outputs:
         if (skipped := output.skipped) is None:
             continue
         if request.sampling.logprobs is not None and len(skipped.logprobs) < len(skipped.token_ids):
-            await live.aclose()
             raise FailedPreconditionError("log-probabilities of this stream were lost")
         call.shape.delta(output.index, skipped)
-    return live
 
 
 async def _collect(

@@ -76,7 +76,7 @@ def routes(
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         if LAST_EVENT_ID_HEADER not in request.headers:
-            inference.check_room()  # before the template is rendered
+            inference.check_room(body.model)  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 

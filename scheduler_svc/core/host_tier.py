@@ -164,7 +164,10 @@ class HostTier:
         return min(self._num_demotions_left, self.pool.num_free)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
-        """Keep the content of a cached device block that is being reused by the next plan."""
+        """Keep the content of a cached device block that the next plan reuses or takes out of use.
+
+        If that is between two steps, what the last one has left of its demotions bounds it.
+        """
         if found := self.pool.find([block_hash]):
             self.pool.share(found)  # as good as new
             self.pool.drop(found)

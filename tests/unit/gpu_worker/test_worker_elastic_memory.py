@@ -1,6 +1,8 @@
 """Memory that grows and shrinks behind addresses that stay, on a CPU and by CUDA's driver calls."""
 
+import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +118,28 @@ def test_a_pool_that_finds_no_room_at_first_keeps_no_addresses():
     with pytest.raises(OutOfMemoryError):
         ElasticMemory(HostChunks(driver, MAX), 3 * CHUNK)
     assert [*driver.ranges, *driver.mapped, *driver.handles] == []
+
+
+def test_a_gpu_that_does_not_give_memory_back_has_failed():
+    _, memory = cuda_memory(4 * CHUNK, refuses="cuMemUnmap")
+    with pytest.raises(torch.AcceleratorError, match="cuMemUnmap of cuda:0 failed"):
+        memory.resize(2 * CHUNK)
+
+
+def test_what_a_cpus_pool_grows_by_is_taken_at_once():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size = 2**26
+    memory = ElasticMemory(CpuChunks(2 * size, lambda: size), mmap.PAGESIZE)
+    before = resident_bytes()
+    memory.resize(size)
+    assert resident_bytes() - before > 0.9 * size
+
+
+def test_addresses_that_a_cpu_does_not_give_are_said():
+    with pytest.raises(OutOfMemoryError, match=f"{2**62} bytes of addresses cannot be reserved"):
+        CpuChunks(2**62, lambda: 0)
 
 
 def test_a_cpu_maps_no_more_than_there_is():

@@ -24,6 +24,11 @@ def test_a_pool_can_be_grown_to_what_the_device_has(monkeypatch):
     assert len(open_pool_memory(settings(), 4, BLOCK_BYTES, CPU).bytes) == GIB
 
 
+def test_a_cpu_that_counts_addresses_as_memory_has_a_pool_of_a_fixed_size(monkeypatch):
+    monkeypatch.setattr(memory, "device_total_bytes", lambda _: 2**62)
+    assert open_pool_memory(settings(), 4, 2**40, CPU) is None
+
+
 def test_a_pool_can_be_grown_to_what_the_operator_says():
     opened = open_pool_memory(settings(max_kv_memory_gb=0.5), 4, BLOCK_BYTES, CPU)
     assert (opened.num_bytes, len(opened.bytes)) == (4 * BLOCK_BYTES, GIB // 2)

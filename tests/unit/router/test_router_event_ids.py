@@ -83,13 +83,14 @@ async def go_on(router, http, path, body, event_id, submit, tokens, num_known, *
 
 
 @pytest.mark.parametrize(
-    ("path", "prompt"),
+    ("path", "prompt", "echo"),
     [
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}, ""),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "a"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, ""),
     ],
 )
-async def test_a_stream_goes_on_behind_the_last_event(router, http, path, prompt):
+async def test_a_stream_goes_on_behind_the_last_event(router, http, path, prompt, echo):
     body = {**prompt, "stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
     tokens = router.tokens(TEXT)
     first, event_id, submit = await break_off(router, http, path, body, tokens[:6])
@@ -98,7 +99,7 @@ async def test_a_stream_goes_on_behind_the_last_event(router, http, path, prompt
         router, http, path, body, event_id, submit, tokens, num_known=8
     )
     assert done == "[DONE]"
-    assert first + "".join(text_of(chunk["choices"][0]) for _, chunk in events) == TEXT
+    assert first + "".join(text_of(chunk["choices"][0]) for _, chunk in events) == echo + TEXT
     assert all("role" not in chunk["choices"][0].get("delta", {}) for _, chunk in events)
     assert usage["usage"]["completion_tokens"] == len(tokens)
     assert {chunk["id"].split("-", 1)[1] for _, chunk in events} == {submit.request_id}

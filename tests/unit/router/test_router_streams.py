@@ -334,7 +334,7 @@ async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_lo
     with pytest.raises(TooBusyError, match="0 more sequences may wait"):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(TooBusyError):
-        router.inference.check_room()
+        router.inference.check_room("")
     await router.scheduler.tell_room()
     await router.scheduler.step({again.first_seq_key: router.tokens("a")})
     await anext(second)

@@ -162,7 +162,7 @@ class FakeInference:
         self.traceparents: list[str] = []
         self.generated = asyncio.Event()
 
-    def check_room(self) -> None:
+    def check_room(self, model: str) -> None:
         pass
 
     async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
