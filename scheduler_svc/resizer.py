@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ResizeProgress:
     """How far a pool is."""
 
     num_blocks_before: int
@@ -54,11 +54,11 @@ class Resize:
                 session.call(lambda core: core.check_resize(num_blocks))
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
-    def progress(self) -> Progress:
+    def progress(self) -> ResizeProgress:
         """Say how far it is."""
         num_leaving = 0 if self.task.done() else self._num_leaving()
         block_bytes = self._session.info.block_bytes
-        return Progress(self._num_before, self._num_blocks, num_leaving, block_bytes)
+        return ResizeProgress(self._num_before, self._num_blocks, num_leaving, block_bytes)
 
     def _num_leaving(self) -> int:
         return self._session.call(lambda core: core.num_leaving_blocks)

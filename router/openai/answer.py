@@ -160,9 +160,8 @@ async def _collect(
 async def _stream(
     http: web.Request, call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
 ) -> web.StreamResponse:
-    first = await anext(
-        events
-    )  # raises what the scheduler refuses, while a status can still say it
+    # This raises what the scheduler refuses, while a status can still say it.
+    first = await anext(events)
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
     await sse.start()
     try:

@@ -16,7 +16,7 @@ from scheduler_svc.core.describe import (
     TierDescription,
 )
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.resizer import Progress
+from scheduler_svc.resizer import ResizeProgress
 
 _TIER_TO_PROTO: Final = {
     Tier.DEVICE: kv_pb2.KV_TIER_DEVICE,
@@ -105,7 +105,7 @@ def _sequence_to_proto(it: SequenceDescription) -> kv_pb2.SequenceKv:
     )
 
 
-def resize_to_proto(progress: Progress, *, is_done: bool) -> scheduler_pb2.ResizeKvResponse:
+def resize_to_proto(progress: ResizeProgress, *, is_done: bool) -> scheduler_pb2.ResizeKvResponse:
     """Say how far a pool is that is being resized."""
     return scheduler_pb2.ResizeKvResponse(
         num_blocks_before=progress.num_blocks_before,
