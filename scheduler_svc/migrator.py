@@ -25,6 +25,8 @@ from rpc.errors import (
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.migration import Export, Import, LiveRequest
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core_waits import Condition
 from scheduler_svc.engine import Engine
 from scheduler_svc.roster import Roster
 from scheduler_svc.session import Session
@@ -142,8 +144,8 @@ class Migrator:
         try:
             with _refusals(live):
                 room = taking.call(lambda core: core.begin_import(export.moved))
-            await giving.answered(export.ready_step)
-            await taking.answered(room.ready_step)
+            await giving.until(_has_answered(export.ready_step))
+            await taking.until(_has_answered(room.ready_step))
             sources, targets = export.moved.host_block_ids, room.host_block_ids
             if sources:
                 await taking.pull_kv(source.target, giving.info.instance_id, sources, targets)
@@ -198,6 +200,10 @@ def _has_room(load: SchedulerLoad, live: LiveRequest) -> bool:
         and live.max_device_blocks + load.num_running <= _num_free_blocks(load)
         and 0 < live.num_host_blocks <= num_host_blocks
     )
+
+
+def _has_answered(step: StepId) -> Condition:
+    return lambda core: core.last_answered >= step
 
 
 def _session(engine: Engine) -> Session:

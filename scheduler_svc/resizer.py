@@ -21,6 +21,23 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """A size by the number of blocks."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBytes:
+    """As many blocks as fit."""
+
+    num_bytes: int
+
+
+WantedSize = WantedBlocks | WantedBytes
+
+
+@dataclass(frozen=True, slots=True)
 class ResizeProgress:
     """How far a pool is."""
 
@@ -33,7 +50,7 @@ class ResizeProgress:
     """Size of a block; 0: not known."""
 
 
-class Resize:
+class OngoingResize:
     """A pool on its way to another size; it gets there whether anybody waits or not."""
 
     def __init__(self, worker: str, session: Session, num_blocks: int) -> None:
@@ -44,7 +61,7 @@ class Resize:
         """
         self._worker = worker
         self._session = session
-        self._num_before = session.call(lambda core: core.num_blocks)
+        self._num_before = session.load().num_blocks
         self._num_blocks = num_blocks
         self._is_less = num_blocks < self._num_before
         with _refusals():
@@ -75,7 +92,7 @@ class Resize:
     async def _resize(self) -> None:
         session, num_blocks = self._session, self._num_blocks
         if self._is_less:
-            await session.shrunk()
+            await session.until(lambda core: core.is_shrunk)
         try:
             await session.resize_pool(num_blocks)
         except QuireError:
@@ -85,43 +102,32 @@ class Resize:
 
 
 class Resizer:
-    """Starts them, at most one at a time at each worker."""
+    """Begins to resize pools, at most one at a time at each worker."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._resizes: dict[str, Resize] = {}
+        self._resizes: dict[str, OngoingResize] = {}
 
-    def begin(
-        self, worker: str, *, num_blocks: int | None = None, num_bytes: int | None = None
-    ) -> Resize:
+    def begin(self, worker: str, size: WantedSize) -> OngoingResize:
         """Begin to give a worker's pool another size.
 
         Args:
             worker: Its target; empty: the only one.
-            num_blocks: How many blocks it shall have; or
-            num_bytes: that it shall have as many as fit.
+            size: That it shall have.
 
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: It is not attached.
-            InvalidArgumentError: It is not said which worker, or how many.
+            InvalidArgumentError: It is not said which worker, or nobody knows how many blocks fit.
             FailedPreconditionError: The pool cannot have that size, or is being resized.
         """
         worker, session = self._find(worker)
-        if num_blocks is None:
-            if num_bytes is None:
-                raise InvalidArgumentError("size", "is not set; it must be num_blocks or num_bytes")
-            if not (block_bytes := session.info.block_bytes):
-                raise InvalidArgumentError(
-                    "num_bytes",
-                    f"is {num_bytes}; worker {worker} does not say how large a block is",
-                )
-            num_blocks = num_bytes // block_bytes
+        num_blocks = _num_blocks(size, worker, session.info.block_bytes)
         if (other := self._resizes.get(worker)) is not None and not other.task.done():
             raise FailedPreconditionError(
                 f"worker {worker} is being resized already, to {other.progress().num_blocks} blocks"
             )
-        resize = self._resizes[worker] = Resize(worker, session, num_blocks)
+        resize = self._resizes[worker] = OngoingResize(worker, session, num_blocks)
         resize.task.add_done_callback(_retrieve)
         return resize
 
@@ -140,6 +146,19 @@ class Resizer:
                 )
             (worker,) = targets
         return worker, self._roster.attached(worker)[worker]
+
+
+def _num_blocks(size: WantedSize, worker: str, block_bytes: int) -> int:
+    match size:
+        case WantedBlocks(num_blocks):
+            return num_blocks
+        case WantedBytes(num_bytes):
+            if not block_bytes:
+                raise InvalidArgumentError(
+                    "num_bytes",
+                    f"is {num_bytes}; worker {worker} does not say how large a block is",
+                )
+            return num_bytes // block_bytes
 
 
 @contextmanager

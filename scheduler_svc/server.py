@@ -22,7 +22,8 @@ from scheduler_svc.resizer import Resizer
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto
-from scheduler_svc.wire.kv import description_to_proto, query_from_proto, resize_to_proto
+from scheduler_svc.wire.kv import description_to_proto, query_from_proto
+from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
 from scheduler_svc.wire.router import (
     defragmentation_to_proto,
     load_to_proto,
@@ -168,17 +169,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
         """Give a worker's KV pool another size, and tell how far that is."""
-        size = request.WhichOneof("size")
-        resize = self._resizer.begin(
-            request.worker,
-            num_blocks=request.num_blocks if size == "num_blocks" else None,
-            num_bytes=request.num_bytes if size == "num_bytes" else None,
-        )
+        resize = self._resizer.begin(request.worker, size_from_proto(request))
         while not resize.task.done():
-            await context.write(resize_to_proto(resize.progress(), is_done=False))
+            await context.write(progress_to_proto(resize.progress(), is_done=False))
             await asyncio.wait([resize.task], timeout=_PROGRESS_S)
         await resize.task
-        await context.write(resize_to_proto(resize.progress(), is_done=True))
+        await context.write(progress_to_proto(resize.progress(), is_done=True))
 
     async def _read(
         self,

@@ -12,16 +12,16 @@ from typing import TypeVar
 
 from rpc import timeline
 from rpc.errors import UnavailableError
-from scheduler_svc.awaited_steps import AwaitedSteps
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, RequestRefusedError
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import count_queued, read_queues, read_space
-from scheduler_svc.core.plan import Finished, StepId
+from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
 from scheduler_svc.core.successor import Successor
+from scheduler_svc.core_waits import Condition, CoreWaits
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -91,8 +91,7 @@ class Session:
         self._has_ended = False
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
-        self._awaited_steps = AwaitedSteps()
-        self._awaited_shrinking: asyncio.Future[None] | None = None
+        self._waits = CoreWaits()
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
             asyncio.get_running_loop().call_later(core.config.claim_s, wake.set)
 
@@ -135,26 +134,15 @@ class Session:
         if self._has_ended:
             raise UnavailableError(f"worker {self.info.worker_id} is lost: {self._link.lost}")
 
-    async def answered(self, step: StepId) -> None:
-        """Wait until the result of a step has been applied.
+    async def until(self, condition: Condition) -> None:
+        """Wait until something is true of the core; looked at between two steps.
 
         Raises:
             UnavailableError: The worker is lost before that.
         """
         self.check_alive()
-        if self._core.last_answered < step:
-            await self._awaited_steps.wait(step)
-
-    async def shrunk(self) -> None:
-        """Wait until the core `is_shrunk`, as it was told to be; for one caller.
-
-        Raises:
-            UnavailableError: The worker is lost before that.
-        """
-        self.check_alive()
-        if not self._core.is_shrunk:
-            self._awaited_shrinking = asyncio.get_running_loop().create_future()
-            await self._awaited_shrinking
+        if not condition(self._core):
+            await self._waits.wait(condition)
 
     async def resize_pool(self, num_blocks: int) -> None:
         """See `WorkerLink`."""
@@ -286,7 +274,7 @@ class Session:
             if self._link.lost is not None:
                 raise self._link.lost
             self._send_steps()
-            self._tell_shrunk()
+            self._waits.look(self._core)
             self._placement_load = None
             await self._wake.wait()
             self._wake.clear()
@@ -298,9 +286,8 @@ class Session:
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
         self._has_ended = True
-        self._awaited_steps.answered(self._core.last_answered)
-        self._awaited_steps.lost(UnavailableError(f"it is lost: {lost}"))
-        self._tell_shrunk()
+        self._waits.look(self._core)
+        self._waits.lost(UnavailableError(f"it is lost: {lost}"))
         return tuple(self._lose(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -342,19 +329,6 @@ class Session:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.admitted(admitted)
         self._after(news.finished, took_s)
-        self._awaited_steps.answered(self._core.last_answered)
-
-    def _tell_shrunk(self) -> None:
-        waiting = self._awaited_shrinking
-        if waiting is None or not (self._has_ended or self._core.is_shrunk):
-            return
-        self._awaited_shrinking = None
-        if waiting.done():
-            return
-        if self._has_ended:
-            waiting.set_exception(UnavailableError(f"it is lost: {self._link.lost}"))
-        else:
-            waiting.set_result(None)
 
     def _apply_commands(self) -> None:
         self._num_posted_seqs = self._num_posted_tokens = 0

@@ -1,8 +1,8 @@
-"""Between what `DescribeKv` and `ResizeKv` ask and answer, and what is known of a core's blocks."""
+"""Between what `DescribeKv` asks and answers, and what is known of a core's blocks."""
 
 from typing import Final
 
-from quire.v1 import kv_pb2, scheduler_pb2
+from quire.v1 import kv_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32
 from scheduler_svc.core.describe import (
@@ -16,7 +16,6 @@ from scheduler_svc.core.describe import (
     TierDescription,
 )
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.resizer import ResizeProgress
 
 _TIER_TO_PROTO: Final = {
     Tier.DEVICE: kv_pb2.KV_TIER_DEVICE,
@@ -102,15 +101,4 @@ def _sequence_to_proto(it: SequenceDescription) -> kv_pb2.SequenceKv:
         device_block_ids=pack_int32(it.device_block_ids),
         host_block_ids=pack_int32(it.host_block_ids),
         disk_block_ids=pack_int32(it.disk_block_ids),
-    )
-
-
-def resize_to_proto(progress: ResizeProgress, *, is_done: bool) -> scheduler_pb2.ResizeKvResponse:
-    """Say how far a pool is that is being resized."""
-    return scheduler_pb2.ResizeKvResponse(
-        num_blocks_before=progress.num_blocks_before,
-        num_blocks=progress.num_blocks,
-        num_leaving_blocks=progress.num_leaving_blocks,
-        is_done=is_done,
-        block_bytes=progress.block_bytes,
     )

@@ -86,9 +86,9 @@ class FakeSession:
         if self.is_lost:
             raise UnavailableError("lost")
 
-    async def answered(self, step):
+    async def until(self, condition):
         self.check_alive()
-        while self.core.last_answered < step:
+        while not condition(self.core):
             self.step()
 
     async def pull_kv(self, source_target, source_instance_id, sources, targets):
