@@ -17,7 +17,7 @@ nothing is left to do: they *evacuate* the blocks from the pool's end to be on, 
 below, evicting what is cached there.
 
 A pass costs time in proportion to the pool and the tables; a step in a pass, to its moves; and a
-step without one, two comparisons.
+step without one, a comparison.
 """
 
 from bisect import bisect_left

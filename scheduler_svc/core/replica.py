@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from scheduler_svc.core.acceptance import check_length
+from scheduler_svc.core.acceptance import check_deadline, check_length
 from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.block_pool import HostBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -37,8 +37,9 @@ from scheduler_svc.core.migration import (
     MovedSequence,
 )
 from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.resizable import ResizableScheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 
 
@@ -55,7 +56,7 @@ class _Arriving:
     host_block_ids: tuple[HostBlockId, ...]
 
 
-class Replica(Scheduler):
+class Replica(ResizableScheduler):
     """The sequences and blocks of one worker beside others."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -85,6 +86,14 @@ class Replica(Scheduler):
         for seq in self._live.find(request.source, keys):
             if seq in self._waiting:
                 self._waiting.expect(seq, self._lookup.find(seq).num_tokens)
+
+    def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
+        """Look whether a new request could meet its deadline here; nothing changes.
+
+        Raises:
+            DeadlineError: It could not, even if nothing else ran.
+        """
+        check_deadline(request, now, rates, self.config, self._lookup.num_cached_tokens)
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
         """Return how many blocks of a prompt the prefix cache has, in all tiers.
@@ -120,6 +129,13 @@ class Replica(Scheduler):
         return None
 
     # --- giving ---------------------------------------------------------------------------------
+
+    def drain(self) -> tuple[Request, ...]:
+        """Return every live request so that another core can take it up; the worker is lost.
+
+        Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
+        """
+        return self._live.requests(self._rows.known_tokens)
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
         """Preempt a live request with its KV to the host, and keep it from running again here.
@@ -230,8 +246,10 @@ class Replica(Scheduler):
         for arriving in self._imports.values():
             yield from arriving.host_block_ids
 
-    def _live_requests(self) -> list[Request]:
-        return super()._live_requests() + [each.moved.request for each in self._imports.values()]
+    def _requests_to_finish(self) -> list[Request]:
+        return super()._requests_to_finish() + [
+            each.moved.request for each in self._imports.values()
+        ]
 
     @property
     def _settled_step(self) -> StepId:

@@ -11,13 +11,7 @@ block border and when it ends; in between it is one element of an array.
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.acceptance import (
-    check_deadline,
-    check_length,
-    check_pin,
-    check_queue,
-    max_request_len,
-)
+from scheduler_svc.core.acceptance import check_length, check_pin, check_queue, max_request_len
 from scheduler_svc.core.beam_groups import BeamGroups
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -36,9 +30,7 @@ from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
 from scheduler_svc.core.prefills import Prefills
-from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
-from scheduler_svc.core.resizing import Resizing
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
@@ -55,7 +47,7 @@ class Scheduler:
         self.config = config
         self._tier = HostTier(config)
         on_evict = self._tier.demote if config.num_host_blocks else None
-        labels = NewLabels()
+        labels = self._labels = NewLabels()
         self._pool = BlockPool(config.num_blocks, DeviceBlockId, on_evict, config.eviction, labels)
         self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
@@ -64,9 +56,6 @@ class Scheduler:
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
-        self._resizing = Resizing(
-            config, self._pool, self._steps, self._pins, self._defragmenter, labels
-        )
         self._policy = make_policy(config.policy, config.policy_args)
         self._beams = BeamGroups(config, self._rows, self._running, self._lookup, self._policy)
         self._long_prefills = LongPrefillLimit(config)
@@ -82,11 +71,6 @@ class Scheduler:
         self._num_adopted_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
-
-    @property
-    def max_request_len(self) -> int:
-        """Most tokens of one sequence: so many that it can always finish when it runs alone."""
-        return max_request_len(self._pool.num_usable, self.config)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -105,14 +89,6 @@ class Scheduler:
         for seq in self._live.add(request, self._policy.place(request, now), now):
             self._enqueue(seq)
 
-    def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
-        """Look whether a new request could meet its deadline here; nothing changes.
-
-        Raises:
-            DeadlineError: It could not, even if nothing else ran.
-        """
-        check_deadline(request, now, rates, self.config, self._lookup.num_cached_tokens)
-
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """End sequences early; keys that are not live are ignored. A search ends as a whole.
 
@@ -127,13 +103,6 @@ class Scheduler:
         for seq in self._live.of_source(source):
             self._finish(seq, FinishReason.CANCELLED)
 
-    def drain(self) -> tuple[Request, ...]:
-        """Return every live request so that another core can take it up; the worker is lost.
-
-        Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
-        """
-        return self._live.requests(self._rows.known_tokens)
-
     def defragment(self) -> None:
         """Move the held blocks together, from the next step on; `take_reports` has the result."""
         self._defragmenter.want()
@@ -141,47 +110,6 @@ class Scheduler:
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
         """Return what defragmentation has to say since the last call."""
         return self._defragmenter.take_reports()
-
-    # --- another size ---------------------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Device blocks that there are, those that are being taken out of use included."""
-        return self._pool.num_blocks
-
-    def check_resize(self, num_blocks: int) -> None:
-        """Check that there may be so many device blocks; nothing changes.
-
-        Raises:
-            ResizeRefusedError: Naming the limit.
-        """
-        self._resizing.check(num_blocks, self._live_requests())
-
-    def shrink(self, num_blocks: int) -> None:
-        """Begin to take the blocks from `num_blocks` on out of use; `is_shrunk` says when they are.
-
-        Raises:
-            ResizeRefusedError: As `check_resize`; nothing has changed.
-        """
-        self.check_resize(num_blocks)
-        self._resizing.begin(num_blocks)
-
-    @property
-    def is_shrunk(self) -> bool:
-        """Whether no step touches the blocks any more that `shrink` takes out of use."""
-        return self._resizing.is_settled
-
-    @property
-    def num_leaving_blocks(self) -> int:
-        """Blocks that `shrink` takes out of use and somebody still holds."""
-        return self._pool.num_leaving
-
-    def resize(self, num_blocks: int) -> None:
-        """Learn how many device blocks the worker has: more, fewer after `shrink`, or as many.
-
-        What `shrink` has taken out of use, and is still there, is in use again.
-        """
-        self._resizing.end(num_blocks)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -237,7 +165,7 @@ class Scheduler:
         plan = None
         if draft.num_decodes or draft.chunk_lens or draft.copy_src or self._running.must_send:
             plan = self._running.send(draft)
-        self._resizing.settle()
+        self._step_planned()
         return plan
 
     def take_expired(self) -> tuple[Finished, ...]:
@@ -312,9 +240,8 @@ class Scheduler:
                 self._preempt(self._running.last(self._rank))
         return True
 
-    def _live_requests(self) -> list[Request]:
-        """The requests that are to finish here."""
-        return [seq.request for seq in self._live]
+    def _step_planned(self) -> None:
+        """Do what must wait until all that there was to tell has been sent: nothing, here."""
 
     def _expire(self, now: float) -> None:
         """End the waiting sequences whose deadline has passed."""

@@ -123,7 +123,7 @@ class DriverOfResizes(Driver):
 
     def resize(self):
         least, most = self.core.config.num_blocks, self.core.config.max_num_blocks
-        if self.core.num_blocks == least:
+        if self.core.load().num_blocks == least:
             self.worker.resize(most)
             self.core.resize(most)
         elif self.core.is_shrunk:

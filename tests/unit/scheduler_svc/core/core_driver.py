@@ -5,13 +5,14 @@ import numpy as np
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import News, StepOutcome, StepPlan
+from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
 ROUTER = SourceId(0)
 
 
-def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
+def make_core(num_blocks: int = 16, **overrides) -> Replica:
     settings = {
         "block_size": 4,
         "max_num_seqs": 8,
@@ -19,7 +20,7 @@ def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
         "max_model_len": 64,
         "watermark": 0.0,
     }
-    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+    return Replica(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
 def submit(

@@ -38,7 +38,8 @@ def test_blocks_that_come_are_given_after_those_that_were_there():
     core = core_of(num_blocks=4, max_num_seqs=4)
     core.resize(7)
     check(core)
-    assert core.load().num_free_blocks == core.num_blocks == 7
+    load = core.load()
+    assert load.num_free_blocks == load.num_blocks == 7
     run_three(core)
     assert core.max_request_len == 28
 
