@@ -10,6 +10,7 @@ import grpc.aio
 import structlog
 
 from gpu_worker import metrics
+from gpu_worker.attachments import Attachment, Attachments
 from gpu_worker.description_wire import (
     holdings_to_proto,
     worker_info_to_proto,
@@ -33,7 +34,6 @@ from rpc.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     QuireError,
-    StaleEpochError,
     UnavailableError,
     UnimplementedError,
 )
@@ -44,28 +44,12 @@ from rpc.tls import ClientTls
 _log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class _Attachment:
-    """One scheduler's claim, from its `Attach` to the next one."""
-
-    number: int
-    epoch: int
-    has_stream: bool = False
-    """Whether an `Execute` stream has sent a batch under it; there may be one such."""
-    last_step_id: int = 0
-    """Of the batches taken."""
-    done_step_id: int = 0
-    """Of the results sent."""
-    holdings: Holdings | None = None
-    """What there was when it began; None once it has sent a step, which changes it."""
-
-
 @dataclass(slots=True, eq=False)
 class _Execution:
     """One call of `Execute`."""
 
     results: ResultStream
-    attachment: _Attachment | None = None
+    attachment: Attachment | None = None
     """Whose steps it sends; known from its first batch."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,7 +89,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._tls = tls
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
-        self._attachment: _Attachment | None = None
+        self._attachments = Attachments()
         self._executions: set[_Execution] = set()
         self._is_leaving = asyncio.Event()
         """It is about to end, and may be left."""
@@ -162,15 +146,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         _, steps = self._loaded()
         if self._is_leaving.is_set():
             raise UnavailableError("the worker is draining")
-        before = self._attachment
-        if request.epoch == 0:
-            raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
-        if before is not None and request.epoch < before.epoch:
-            raise _stale(request.epoch, before.epoch)
-        attachment = _Attachment(0 if before is None else before.number + 1, request.epoch)
-        self._attachment = attachment
+        attachment = self._attachments.begin(request.epoch)
         for execution in self._executions:
-            execution.results.abandon(_superseded(execution.attachment, request.epoch))
+            execution.results.abandon(self._attachments.superseded(execution.attachment))
         attachment.holdings = await steps.attach(attachment.number)
         _log.info(
             "attached",
@@ -186,14 +164,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         """Stream what there was when the scheduler attached."""
         self._loaded()
-        attachment = self._attachment_of(request.epoch)
+        attachment = self._attachments.of(request.epoch)
         if attachment.holdings is None:
             raise FailedPreconditionError(
                 f"epoch {request.epoch} has sent a step, or has not finished attaching; "
                 "what the worker held can be read in between"
             )
         for part in holdings_to_proto(attachment.holdings):
-            self._require_newest(attachment)
+            self._attachments.require_newest(attachment)
             await context.write(part)
 
     # Writing rather than yielding: a generator that is left at a `yield` when the scheduler goes is
@@ -230,7 +208,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._info is None or self._steps is None:
             raise _still_loading()
         now_s = asyncio.get_running_loop().time()
-        attachment = self._attachment or _Attachment(number=0, epoch=0)
+        attachment = self._attachments.newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
             self._heard_s = now_s
         state = WorkerState(
@@ -254,14 +232,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"KV is wanted of worker instance {request.instance_id:#x}; "
                 f"this is {info.worker_id}, instance {info.instance_id:#x}"
             )
-        attachment = self._attachment_of(request.epoch)
+        attachment = self._attachments.of(request.epoch)
         if request.kv_format != info.kv_format:
             raise FailedPreconditionError(
                 f"KV is wanted as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
         async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
-            self._require_newest(attachment)
+            self._attachments.require_newest(attachment)
             await context.write(piece)
 
     async def PullKv(  # noqa: N802 - the proto's name
@@ -271,7 +249,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         del context
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        attachment = self._attachment_of(request.epoch)
+        attachment = self._attachments.of(request.epoch)
         sources, block_ids = host_blocks_to_pull(request, info.limits)
         await pull_kv(
             steps,
@@ -279,7 +257,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             read_request(request.epoch, request.source_instance_id, sources, info.kv_format),
             block_ids,
             info.host_block_bytes or info.block_bytes,
-            check=lambda: self._require_newest(attachment),
+            check=lambda: self._attachments.require_newest(attachment),
             tls=self._tls,
         )
         return worker_pb2.PullKvResponse()
@@ -290,7 +268,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Let the device have more blocks, or fewer."""
         del context
         info, steps = self._loaded()
-        self._attachment_of(request.epoch)
+        self._attachments.of(request.epoch)
         if (most := info.max_num_blocks) is None:
             raise UnimplementedError(f"the number of blocks of {info.worker_id} is fixed")
         if not (least := info.min_num_blocks) <= request.num_blocks <= most:
@@ -342,7 +320,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> "asyncio.Future[StepOutput]":
         """Check a batch and give it to what runs it."""
         info, steps = self._loaded()
-        newest = self._attachment_of(batch.epoch)
+        newest = self._attachments.of(batch.epoch)
         if execution.attachment is None:
             if newest.has_stream:
                 raise AlreadyExistsError(
@@ -350,7 +328,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 )
             execution.attachment, newest.has_stream = newest, True
         if execution.attachment is not newest:
-            raise _superseded(execution.attachment, newest.epoch)
+            raise self._attachments.superseded(execution.attachment)
         if batch.step_id <= newest.last_step_id:
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
@@ -361,25 +339,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         with timeline.span("decode the batch"):
             step = step_input_from_proto(batch, info.limits)
         return steps.submit(newest.number, step)
-
-    def _attachment_of(self, epoch: int) -> _Attachment:
-        """Return the newest attachment, which must be of `epoch`."""
-        newest = self._attachment
-        if newest is None:
-            raise InvalidArgumentError("epoch", f"is {epoch}, which has not attached")
-        if epoch < newest.epoch:
-            raise _stale(epoch, newest.epoch)
-        if epoch > newest.epoch:
-            raise InvalidArgumentError(
-                "epoch", f"is {epoch}, which has not attached; {newest.epoch} has"
-            )
-        return newest
-
-    def _require_newest(self, attachment: _Attachment) -> None:
-        """Refuse to go on for an attachment whose blocks are another's by now."""
-        if self._attachment is not attachment:
-            assert self._attachment is not None
-            raise _superseded(attachment, self._attachment.epoch)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:
@@ -398,14 +357,3 @@ def _require_whole_blocks(info: WorkerInfo) -> None:
 
 def _still_loading() -> QuireError:
     return UnavailableError("the model is still being loaded")
-
-
-def _superseded(attachment: _Attachment | None, newest: int) -> QuireError:
-    """What ends a stream when somebody attaches; None: it has not said whose it is."""
-    if attachment is not None and attachment.epoch < newest:
-        return _stale(attachment.epoch, newest)
-    return UnavailableError(f"epoch {newest} has attached since the stream was opened")
-
-
-def _stale(epoch: int, newest: int) -> QuireError:
-    return StaleEpochError(f"epoch is {epoch}; epoch {newest} has attached since")
