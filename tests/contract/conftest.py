@@ -1,4 +1,4 @@
-"""The protos as `protoc` understands them, with their comments."""
+"""What contract tests look at: the protos as `protoc` understands them, and running workers."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from both_workers import real_steps, served, simulated_steps
 from google.protobuf import descriptor_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +40,9 @@ def descriptors(tmp_path_factory):
     path = tmp_path_factory.mktemp("descriptors") / "set.bin"
     compile_protos("--include_source_info", f"--descriptor_set_out={path}")
     return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
+
+
+@pytest.fixture(params=[real_steps, simulated_steps], ids=["real", "simulated"])
+async def worker(request, tmp_path):
+    async with served(request.param, tmp_path) as stub:
+        yield stub
