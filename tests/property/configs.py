@@ -1,0 +1,93 @@
+"""Which cores are driven through histories: tiny ones, in which everything happens soon."""
+
+from hypothesis import strategies as st
+
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.eviction import Eviction
+
+POLICIES = st.sampled_from(
+    ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]
+)
+CHOICES = {
+    "num_blocks": st.integers(2, 12),
+    "block_size": st.integers(1, 4),
+    "max_num_seqs": st.integers(1, 4),
+    "extra_budget": st.integers(0, 6),
+    "caching": st.booleans(),
+    "chunk": st.none() | st.integers(1, 3),
+    "watermark": st.sampled_from([0.0, 0.2]),
+    "num_host_blocks": st.integers(0, 8),
+    "num_disk_blocks": st.integers(0, 12),
+    "max_disk_moves": st.integers(1, 4),
+    "mode": st.sampled_from(PreemptionMode),
+    "max_swap_blocks": st.integers(1, 3),
+    "policy": POLICIES,
+    "long_prefill": st.none() | st.integers(0, 4),
+    "max_long_prefills": st.integers(1, 2),
+    "eviction": st.sampled_from(Eviction),
+    "pinned_share": st.sampled_from([0.25, 1.0]),
+    "defragment_s": st.integers(0, 2),
+    "max_moves": st.integers(1, 4),
+    "num_draft_tokens": st.sampled_from([0, 0, 1, 3]),
+    "num_more_blocks": st.none() | st.integers(0, 12),
+}
+"""What differs between cores: the arguments of `tiny_config`."""
+
+
+def tiny_config(
+    *,
+    num_blocks,
+    block_size,
+    max_num_seqs,
+    extra_budget,
+    caching,
+    chunk,
+    watermark,
+    num_host_blocks,
+    num_disk_blocks,
+    max_disk_moves,
+    mode,
+    max_swap_blocks,
+    policy,
+    long_prefill,
+    max_long_prefills,
+    eviction,
+    pinned_share,
+    defragment_s,
+    max_moves,
+    num_draft_tokens,
+    num_more_blocks,
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        min_num_blocks=min(num_blocks, -(-24 // block_size)),
+        max_num_blocks=None if num_more_blocks is None else num_blocks + num_more_blocks,
+        max_num_seqs=max_num_seqs,
+        num_draft_tokens=min(num_draft_tokens, block_size - 1),
+        max_num_batched_tokens=max_num_seqs + extra_budget,
+        max_model_len=24,
+        max_waiting=8,
+        enable_prefix_caching=caching,
+        watermark=watermark,
+        max_prefill_chunk=chunk,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=num_disk_blocks if num_host_blocks else 0,
+        disk_bytes_per_s=6.0,
+        max_disk_moves=max_disk_moves,
+        bytes_per_block=block_size,
+        swap_bytes_per_s=6.0,  # full blocks swap faster than they are computed, and
+        prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
+        preemption_mode=mode,
+        max_swap_blocks=max_swap_blocks,
+        long_prefill_threshold=long_prefill,
+        max_long_prefills=max_long_prefills,
+        eviction=eviction,
+        max_pinned_share=pinned_share,
+        defragment_interval_s=defragment_s,
+        claim_s=3.0,
+        defragment_threshold=0.0,
+        max_defragment_moves=max_moves,
+        policy=policy,
+        policy_args=(("aging_s", "3"),) if "priority" in policy else (),
+    )
