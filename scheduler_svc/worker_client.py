@@ -24,8 +24,8 @@ from scheduler_svc.wire.worker import (
     WorkerResult,
     plan_to_proto,
     result_from_proto,
-    worker_info_from_proto,
 )
+from scheduler_svc.wire.worker_info import worker_info_from_proto
 from scheduler_svc.worker_ledger import WorkerLedger
 
 _ATTACH_TIMEOUT_S = 10.0

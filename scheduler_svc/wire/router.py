@@ -45,30 +45,12 @@ def request_from_proto(
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
     """
-    if not 1 <= message.n <= _MAX_N:
-        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
-    if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
-        raise InvalidArgumentError(
-            "first_seq_key",
-            f"is {message.first_seq_key}; with n = {message.n} it must be at most "
-            f"{_MAX_SEQ_KEY - message.n + 1}",
-        )
-    if not message.sampling.HasField("seed"):
-        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
-    max_tokens = message.sampling.max_tokens
-    if max_tokens < 1:
-        given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
-        raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
+    _check(message)
     prompt_token_ids = _token_ids_from_proto(
         message.prompt_token_ids, "prompt_token_ids", model.vocab_size
     )
     if not prompt_token_ids.size:
         raise InvalidArgumentError("prompt_token_ids", "is empty; it must have at least 1 token")
-    if len(message.tenant.encode()) > _MAX_TENANT_BYTES:
-        raise InvalidArgumentError(
-            "tenant",
-            f"has {len(message.tenant.encode())} bytes; it must have at most {_MAX_TENANT_BYTES}",
-        )
     deadline_s = message.deadline_s if message.HasField("deadline_s") else None
     if deadline_s is not None and not (isfinite(deadline_s) and deadline_s >= 0):
         raise InvalidArgumentError("deadline_s", f"is {deadline_s}; it must be at least 0")
@@ -76,10 +58,6 @@ def request_from_proto(
     if cache_pin_s is not None and not 0 < cache_pin_s <= _MAX_CACHE_PIN_S:  # also for NaN
         raise InvalidArgumentError(
             "cache_pin_s", f"is {cache_pin_s}; it must be in (0, {_MAX_CACHE_PIN_S}]"
-        )
-    if len(message.outputs) not in {0, message.n}:
-        raise InvalidArgumentError(
-            "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
         )
     beam = beam_from_proto(message, model) if message.HasField("beam") else None
     sampling = message.sampling if beam is None else beam_sampling(beam, message.sampling)
@@ -89,7 +67,7 @@ def request_from_proto(
         request_id=message.request_id,
         prompt_token_ids=prompt_token_ids,
         n=message.n,
-        max_tokens=max_tokens,
+        max_tokens=message.sampling.max_tokens,
         sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
@@ -110,6 +88,32 @@ def request_from_proto(
             for index, output in enumerate(message.outputs)
         ),
     )
+
+
+def _check(message: scheduler_pb2.Submit) -> None:
+    """Check what needs no parsing."""
+    if not 1 <= message.n <= _MAX_N:
+        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
+    if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
+        raise InvalidArgumentError(
+            "first_seq_key",
+            f"is {message.first_seq_key}; with n = {message.n} it must be at most "
+            f"{_MAX_SEQ_KEY - message.n + 1}",
+        )
+    if not message.sampling.HasField("seed"):
+        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
+    if (max_tokens := message.sampling.max_tokens) < 1:
+        given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
+        raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
+    if len(message.tenant.encode()) > _MAX_TENANT_BYTES:
+        raise InvalidArgumentError(
+            "tenant",
+            f"has {len(message.tenant.encode())} bytes; it must have at most {_MAX_TENANT_BYTES}",
+        )
+    if len(message.outputs) not in {0, message.n}:
+        raise InvalidArgumentError(
+            "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
+        )
 
 
 def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Array:

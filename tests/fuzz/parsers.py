@@ -63,7 +63,8 @@ from scheduler_svc.wire.recording import (
     read_recording,
 )
 from scheduler_svc.wire.router import request_from_proto
-from scheduler_svc.wire.worker import result_from_proto, worker_info_from_proto
+from scheduler_svc.wire.worker import result_from_proto
+from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples
 from tests.fuzz.json_bodies import bodies
 from tests.fuzz.messages import wire

@@ -13,8 +13,8 @@ from scheduler_svc.wire.worker import (
     plan_to_proto,
     result_from_proto,
     with_candidates,
-    worker_info_from_proto,
 )
+from scheduler_svc.wire.worker_info import worker_info_from_proto
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
