@@ -10,7 +10,7 @@ from gpu_worker import memory, metrics
 from gpu_worker.device import device_name
 from gpu_worker.device_memory import CudaDriver, MemoryMonitor
 from gpu_worker.executor import Executor
-from gpu_worker.model_part import load_part
+from gpu_worker.model_part import ModelPart, load_part
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
@@ -49,12 +49,23 @@ def load(
 
     member = Member(settings) if leader is None else leader.member
     loaded = load_part(member, report, meet)
+    info = _describe(settings, loaded)
+    _tell(settings, loaded, info)
+    if loaded.device.type == "cuda":
+        MemoryMonitor(CudaDriver(loaded.device)).start()
+    executor = loaded.executor
+    return info, StepLoop(
+        executor if leader is None else LeadingExecutor(executor, leader), event_loop
+    )
+
+
+def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
     name = device_name(loaded.device)
-    info = WorkerInfo(
+    return WorkerInfo(
         worker_id=settings.worker_id,
-        device=name if leader is None else f"{num_ranks} x {name}",
+        device=name if num_ranks == 1 else f"{num_ranks} x {name}",
         model_id=settings.model_id,
         limits=limits,
         eos_token_ids=loaded.eos_token_ids,
@@ -68,10 +79,15 @@ def load(
         kv_dtype=settings.kv_dtype,
         host_codec=str(settings.host_codec),
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
-        takes_kv=leader is None,
+        takes_kv=num_ranks == 1,
         max_num_blocks=loaded.max_num_blocks,
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
     )
+
+
+def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
+    """Say in metrics and log what is served."""
+    limits = info.limits
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(loaded.device))
     _log.info(
@@ -99,12 +115,6 @@ def load(
             max_model_len=limits.max_model_len,
             kv_tokens=limits.num_blocks * limits.block_size,
         )
-    if loaded.device.type == "cuda":
-        MemoryMonitor(CudaDriver(loaded.device)).start()
-    executor = loaded.executor
-    return info, StepLoop(
-        executor if leader is None else LeadingExecutor(executor, leader), event_loop
-    )
 
 
 def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits]:

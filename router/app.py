@@ -6,15 +6,12 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 
-import grpc.aio
 from aiohttp import web
 
-from quire.kserve import open_inference_pb2_grpc
-from quire.v1 import inference_pb2_grpc
-from router import grpc_face
 from router.authentication import KeyInterceptor, key_middleware
+from router.grpc_face import inference_service
 from router.inference import Inference
-from router.kserve import face as kserve_face
+from router.kserve.face import kserve_service
 from router.openai import face as openai_face
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
@@ -23,7 +20,6 @@ from router.tenancy import check_operator
 from router.tokenizer import load_tokenizer
 from router.ui.face import Ui
 from rpc.discovery import Discovery
-from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.server import Addresses, serve
 
@@ -64,18 +60,6 @@ async def run_router(
         tokenizer_threads=settings.tokenizer_threads,
         api_keys=api_keys,
     )
-    servicer = grpc_face.InferenceServicer(inference)
-
-    def add_to_server(server: grpc.aio.Server) -> None:
-        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-        add(servicer, server)  # type: ignore[no-untyped-call]
-
-    kserve = kserve_face.KServeServicer(inference, lambda: health.ready)
-
-    def add_kserve_to_server(server: grpc.aio.Server) -> None:
-        add = open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server
-        add(kserve, server)  # type: ignore[no-untyped-call]
-
     ui = Ui(inference) if settings.ui else None
     open_paths = frozenset() if ui is None else ui.open_paths
     http = web.Application(
@@ -91,8 +75,8 @@ async def run_router(
             settings,
             health=health,
             services=[
-                Service(grpc_face.SERVICE_NAME, add_to_server),
-                Service(kserve_face.SERVICE_NAME, add_kserve_to_server),
+                inference_service(inference),
+                kserve_service(inference, lambda: health.ready),
             ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],

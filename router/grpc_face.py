@@ -1,5 +1,7 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
+from functools import partial
+
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.domain import (
     FinishReason,
@@ -25,8 +27,7 @@ from router.wire import (
     usage_to_proto,
 )
 from rpc.errors import InvalidArgumentError, QuireError
-
-SERVICE_NAME = "quire.v1.InferenceService"
+from rpc.grpc_server import Service
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -162,6 +163,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Passes on what the scheduler says of its workers' steps."""
         workers = await self._inference.describe_activity(request.query)
         return inference_pb2.DescribeActivityResponse(workers=workers)
+
+
+def inference_service(inference: Inference) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return Service(
+        name=inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+        add=partial(
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server, InferenceServicer(inference)
+        ),
+    )
 
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:

@@ -302,7 +302,7 @@ class Inference:
         When it is cancelled before that, those that can be resumed are handed over: they run on,
         and their clients are told to go on at another router.
         """
-        self._schedulers.drain()
+        self._schedulers.note_draining()
         try:
             await self._intake.drain()
         except asyncio.CancelledError:

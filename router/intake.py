@@ -21,7 +21,7 @@ class Intake:
         self._spans: dict[tuple[str, str], Span] = {}
         self._lives: dict[tuple[str, str], LiveRequest] = {}
         """Those of them that have been submitted."""
-        self._draining = False
+        self._is_draining = False
         self._drained = asyncio.Event()
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Intake:
         Raises `UnavailableError` in a drain; `AlreadyExistsError` if there is one of this tenant
         and id; `TooBusyError` beyond `max_live_requests`.
         """
-        if self._draining:
+        if self._is_draining:
             raise UnavailableError("the router is draining; another one takes requests")
         if (tenant, request_id) in self._spans:
             raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
@@ -77,12 +77,12 @@ class Intake:
         self._spans.pop((tenant, request_id)).end()
         self._lives.pop((tenant, request_id), None)
         metrics.NUM_REQUESTS_LIVE.dec()
-        if self._draining and not self._spans:
+        if self._is_draining and not self._spans:
             self._drained.set()
 
     async def drain(self) -> None:
         """Takes no more requests; returns when the live ones have been read to their end."""
-        self._draining = True
+        self._is_draining = True
         if self._spans:
             await self._drained.wait()
             await asyncio.sleep(_LAST_BYTES_S)

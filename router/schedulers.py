@@ -67,7 +67,7 @@ class Schedulers:
         self._sights: dict[SchedulerLink, _Sight] = {}
         self._model: SchedulerModel | None = None
         self._next_seq_key = 0
-        self._draining = False
+        self._is_draining = False
 
     # --- for requests ---------------------------------------------------------------------------
 
@@ -150,9 +150,9 @@ class Schedulers:
             f"the scheduler at {targets} is not connected" if targets else "no scheduler is found"
         )
 
-    def drain(self) -> None:
+    def note_draining(self) -> None:
         """From now on leaves `health` alone: a process that is ending is not ready."""
-        self._draining = True
+        self._is_draining = True
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Schedulers:
     def _show(self) -> None:
         num_connected = len(self._connected)
         metrics.SCHEDULER_CONNECTED.set(num_connected)
-        if self._draining:
+        if self._is_draining:
             return
         hangs = [link.hang for link in self._connected if link.hang is not None]
         if num_connected > len(hangs):

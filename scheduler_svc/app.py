@@ -1,10 +1,9 @@
 """The scheduler process: the only place that constructs its parts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -31,6 +30,7 @@ from scheduler_svc.resizer import Resizer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.side_tasks import SideTasks
 from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerClientConfig, attach
@@ -121,48 +121,37 @@ async def _run_scheduler(
     queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
     resizer = Resizer(roster)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
-    tasks: list[asyncio.Task[None]] = []
-
-    def run(work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run for as long as the scheduler serves; it serves for as long as that runs."""
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(lambda _: stop.set())
-        tasks.append(task)
+    side_tasks = SideTasks(stop)
 
     async def start(addresses: Addresses) -> None:
         # Not before the ports are ours: attaching takes the workers from the scheduler before.
         engines = keep_engines(workers, fleet, make_engine=make_engine, forget=metrics.forget)
-        run(engines, "engines")
-        run(servicer.give_up_kept(), "kept requests")
-        run(fleet.watch(), "hanging workers")
-        run(servicer.beat(), "beats")
-        run(queue_room.run(), "room in the queues")
+        side_tasks.run(engines, "engines")
+        side_tasks.run(servicer.give_up_kept(), "kept requests")
+        side_tasks.run(fleet.watch(), "hanging workers")
+        side_tasks.run(servicer.beat(), "beats")
+        side_tasks.run(queue_room.run(), "room in the queues")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
-            run(migrator.rebalance(), "rebalancing")
-        run(Drainer(fleet, migrator).run(), "draining workers")
+            side_tasks.run(migrator.rebalance(), "rebalancing")
+        side_tasks.run(Drainer(fleet, migrator).run(), "draining workers")
         if on_started is not None:
             await on_started(addresses)
 
-    try:
-        await serve(
-            settings,
-            health=health,
-            services=[scheduler_service(servicer)],
-            on_started=start,
-            on_drain=fleet.drain,
-            num_live=lambda: fleet.num_live_seqs,
-            drain_worker=partial(drain_worker, fleet.roster, settings.client_tls),
-            stop=stop,
-        )
-    finally:
-        migrator.stop()
-        resizer.stop()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            await task
+    async with side_tasks:
+        try:
+            await serve(
+                settings,
+                health=health,
+                services=[scheduler_service(servicer)],
+                on_started=start,
+                on_drain=fleet.drain,
+                num_live=lambda: fleet.num_live_seqs,
+                drain_worker=partial(drain_worker, fleet.roster, settings.client_tls),
+                stop=stop,
+            )
+        finally:
+            migrator.stop()
+            resizer.stop()
 
 
 def _open_core(

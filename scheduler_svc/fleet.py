@@ -124,6 +124,8 @@ class Fleet:
         reports = await asyncio.gather(*answers.values())
         return dict(zip(answers, reports, strict=True))
 
+    # --- how it is ------------------------------------------------------------------------------
+
     @property
     def num_held_seqs(self) -> int:
         """Sequences that wait for a worker to be attached."""

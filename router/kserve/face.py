@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -24,8 +25,7 @@ from router.live_request import LiveRequest
 from router.openai.errors import error_in_words_of
 from router.precedence import with_precedence
 from rpc.errors import InvalidArgumentError, QuireError
-
-SERVICE_NAME: Final = "inference.GRPCInferenceService"
+from rpc.grpc_server import Service
 
 MAX_STREAMED_REQUESTS: Final = 1024
 """Most requests of one stream in hand; the next one is not read until one of them is answered."""
@@ -146,6 +146,17 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             return await self._inference.generate(call.request)
         except InvalidArgumentError as error:
             raise error_in_words_of({"prompt": "text_input"}, error) from None
+
+
+def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return Service(
+        name=open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+        add=partial(
+            open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+            KServeServicer(inference, is_ready),
+        ),
+    )
 
 
 async def _complete(call: InferCall, live: LiveRequest) -> Answer:
