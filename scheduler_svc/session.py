@@ -286,7 +286,6 @@ class Session:
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
         self._has_ended = True
-        self._waits.look(self._core)
         self._waits.lost(UnavailableError(f"it is lost: {lost}"))
         return tuple(self._lose(request) for request in self._core.drain())
 

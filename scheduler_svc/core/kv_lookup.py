@@ -1,4 +1,4 @@
-"""Finds the KV that a sequence need not compute: in the device's blocks, then in the host's."""
+"""Finds the KV that a sequence need not compute: on the device, then on the host, then on disk."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
