@@ -49,8 +49,10 @@ class SteadyDecodes:
         self._block_size = config.block_size
         self._steps = steps
         self._num_next = 0
-        self._needs_block = StepWheel()
         self._ends = StepWheel()
+        self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
+        """By step, modulo the block size: those that cross a border then and go on, and their last
+        steps. They are filed once: the next border is as many steps away."""
 
     @property
     def num_next(self) -> int:
@@ -64,20 +66,22 @@ class SteadyDecodes:
         self._ends.add(seq.last_step, seq)
         self._num_next += 1
         # Step `step + i` computes position `num_known + i - 1`.
-        num_slots = len(seq.block_ids) * self._block_size
-        self._file_next_block(seq, StepId(step + 1 + num_slots - num_known))
+        first = step + 1 + len(seq.block_ids) * self._block_size - num_known
+        if first <= seq.last_step:
+            self._crossing[first % self._block_size][seq] = seq.last_step
 
     def stop(self, seq: Sequence) -> None:
         """Forget a sequence, which still has its row."""
         assert seq.last_step is not None
         self._num_next -= seq.last_step > self._steps.last
         self._ends.discard(seq.last_step, seq)
-        if seq.next_block_step is not None:
-            self._needs_block.discard(seq.next_block_step, seq)
+        # Step `last_step - i` computes position `max_total_tokens - i - 2`.
+        border = (seq.last_step - seq.max_total_tokens + 2) % self._block_size
+        self._crossing[border].pop(seq, None)
 
     def num_due(self, step: StepId) -> int:
         """Return how many need a block at `step`."""
-        return self._needs_block.num_due(step)
+        return len(self._crossing[step % self._block_size])
 
     def num_due_soon(self, step: StepId) -> int:
         """Return how many blocks the two steps after `step` need."""
@@ -85,9 +89,10 @@ class SteadyDecodes:
 
     def take_due(self, step: StepId) -> list[Sequence]:
         """Return those that need a block at `step`, which each of them gets."""
-        due = self._needs_block.pop(step)
-        for seq in due:
-            self._file_next_block(seq, StepId(step + self._block_size))
+        crossing = self._crossing[step % self._block_size]
+        due, next_border = list(crossing), step + self._block_size
+        for seq in [seq for seq, last_step in crossing.items() if last_step < next_border]:
+            del crossing[seq]
         return due
 
     def send(self, step: StepId) -> None:
@@ -97,9 +102,3 @@ class SteadyDecodes:
     def take_ended(self, step: StepId) -> list[Sequence]:
         """Return those whose last token `step` sampled."""
         return self._ends.pop(step)
-
-    def _file_next_block(self, seq: Sequence, step: StepId) -> None:
-        assert seq.last_step is not None
-        seq.next_block_step = step if step <= seq.last_step else None
-        if seq.next_block_step is not None:
-            self._needs_block.add(step, seq)

@@ -15,14 +15,18 @@ class Rows:
     are ignored, and it is not free.
     """
 
-    def __init__(self, max_num_seqs: int, max_len: int, num_draft_tokens: int = 0) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_len: int, block_size: int, num_draft_tokens: int = 0
+    ) -> None:
         """A step brings a row at most `num_draft_tokens` + 1 tokens."""
         self.max_num_seqs = max_num_seqs
         self._may_repeat = num_draft_tokens > 0
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(reversed(range(max_num_seqs)))
         # calloc'd: pages that no sequence reaches are never touched
-        self._tokens = np.zeros((max_num_seqs, max_len), np.int32)
+        width = -(-max_len // block_size) * block_size
+        self._tokens = np.zeros((max_num_seqs, width), "<i4")
+        self._blocks = self._tokens.view(f"V{4 * block_size}")  # opaque: each reads as `bytes`
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._alive = np.zeros(max_num_seqs, np.bool_)
         self._source = np.zeros(max_num_seqs, np.int32)
@@ -83,12 +87,10 @@ class Rows:
         """Return int32[N], a copy of a sequence's known tokens, whether it runs or not."""
         return (seq.token_ids if seq.row is None else self.tokens(seq.row)).copy()
 
-    def read(self, rows: list[int], starts: list[int], count: int) -> list[bytes]:
-        """Return `count` known tokens of each row from its start, as little-endian int32."""
-        columns = np.array(starts)[:, None] + np.arange(count)
-        data = self._tokens[np.array(rows)[:, None], columns].astype("<i4", copy=False).tobytes()
-        size = 4 * count
-        return [data[place : place + size] for place in range(0, len(data), size)]
+    def read_blocks(self, rows: list[int], indices: list[int]) -> list[bytes]:
+        """Return one full block of known tokens of each row, as little-endian int32."""
+        data: list[bytes] = self._blocks[rows, indices].tolist()
+        return data
 
     def append(
         self, rows: Int32Array, token_ids: Int32Array
@@ -100,8 +102,10 @@ class Rows:
         Returns:
             Sources, sequence keys, token ids, and indices into `rows`, of those that have an owner.
         """
-        index = np.flatnonzero(self._alive[rows]).astype(np.int32)
-        live, tokens = rows[index], token_ids[index]
+        live, tokens = rows.astype(np.intp), token_ids  # intp: else each access converts it
+        index = np.flatnonzero(self._alive.take(live))
+        if len(index) < len(rows):
+            live, tokens = live.take(index), tokens.take(index)
         if self._may_repeat:
             starts = np.flatnonzero(np.diff(live, prepend=-1))  # of the runs
             counts = np.diff(starts, append=len(live))
@@ -109,6 +113,7 @@ class Rows:
             self._tokens[live, self._num_tokens[live] + offsets] = tokens
             self._num_tokens[live[starts]] += counts
         else:
-            self._tokens[live, self._num_tokens[live]] = tokens
-            self._num_tokens[live] += 1
-        return self._source[live], self._seq_key[live], tokens, index
+            num_tokens = self._num_tokens.take(live)
+            self._tokens[live, num_tokens] = tokens
+            self._num_tokens[live] = num_tokens + 1
+        return self._source.take(live), self._seq_key.take(live), tokens, index.astype(np.int32)

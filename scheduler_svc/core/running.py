@@ -367,9 +367,10 @@ class RunningSet:
         read at once.
         """
         block_size = self._config.block_size
-        starts = [(len(seq.block_ids) - 1) * block_size for seq in seqs]
-        for seq, data in zip(seqs, self._rows.read(rows, starts, block_size), strict=True):
-            hashes, last = seq.block_hashes, len(seq.block_ids) - 1
+        lasts = [len(seq.block_ids) - 1 for seq in seqs]
+        contents = self._rows.read_blocks(rows, lasts)
+        for seq, last, data in zip(seqs, lasts, contents, strict=True):
+            hashes = seq.block_hashes
             if seq.num_published_blocks == last == len(hashes) and not seq.loading_block_ids:
                 parent = hashes[-1] if hashes else root_hash(seq.request.cache_salt)
                 hashes.append(next_hash(parent, data))

@@ -143,9 +143,6 @@ class Sequence:
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
     own is published meanwhile."""
-    next_block_step: StepId | None = None
-    """In DECODE: the step at which its table must grow; None: not before it ends, or what is
-    drafted decides."""
     last_step: StepId | None = None
     """In DECODE: the step that samples its last token, unless a stop token comes first; None: what
     is drafted decides."""
