@@ -152,14 +152,17 @@ class BlockPool(Generic[BlockIdT]):
                 else:
                     heappush(self._blank_beyond, block)
 
-    def publish(self, block: BlockIdT, block_hash: BlockHash) -> None:
-        """Make a held, full block findable. If another block has this content, that one stays."""
-        if self._hashes[block] is None:
-            if self._labels is not None:
-                self._labels.give((block, block_hash))
-            if block_hash not in self._hash_to_block:
-                self._hashes[block] = block_hash
-                self._hash_to_block[block_hash] = block
+    def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
+        """Make held, full blocks findable. If another block has one's content, that one stays."""
+        known = self._hashes
+        if any(map(known.__getitem__, blocks)):
+            new = [i for i, block in enumerate(blocks) if known[block] is None]
+            blocks, hashes = [blocks[i] for i in new], [hashes[i] for i in new]
+        if self._labels is not None:
+            self._labels.give(blocks, hashes)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if self._hash_to_block.setdefault(block_hash, block) == block:
+                known[block] = block_hash
 
     def forget(self, blocks: Iterable[BlockIdT]) -> None:
         """Make blocks unfindable, because their content is not to be trusted."""

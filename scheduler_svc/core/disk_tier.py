@@ -98,7 +98,7 @@ class DiskTier:
         if block_hash is not None:
             del self._storing[block_hash]
             if is_good:
-                self.pool.publish(block, block_hash)
+                self.pool.publish([block], [block_hash])
         self.pool.drop([block])
         self.num_stored += is_good
         self.num_failed += not is_good
@@ -111,7 +111,7 @@ class DiskTier:
         if not is_good:
             self.pool.forget([load.source])
         elif load.block_hash is not None:
-            self._host_pool.publish(target, load.block_hash)
+            self._host_pool.publish([target], [load.block_hash])
         self._host_pool.drop([target])
         self.pool.drop([load.source])
         self.num_loaded += is_good

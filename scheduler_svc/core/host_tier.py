@@ -111,8 +111,7 @@ class HostTier:
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
-        for target, block_hash in zip(targets, hashes, strict=False):
-            self.pool.publish(target, block_hash)
+        self.pool.publish(targets[: len(hashes)], hashes)
         return targets
 
     def swap_in(self, sources: Iterable[HostBlockId], targets: Iterable[DeviceBlockId]) -> None:
@@ -177,7 +176,7 @@ class HostTier:
             # As `swap_out`, which this is most of the calls of.
             targets = self.pool.allocate(1)
             self._swap_outs[targets[0]] = block
-            self.pool.publish(targets[0], block_hash)
+            self.pool.publish(targets, [block_hash])
             self.pool.drop(targets)
 
     def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:

@@ -5,6 +5,9 @@ labels of a plan name what blocks hold *before* its step changes anything. What 
 step is being planned may be computed by that very step, so it is told with the one after it.
 """
 
+from collections.abc import Iterable
+from itertools import compress
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,37 +19,41 @@ class NewLabels:
     """Gathers the labels of all plans; the device pool's."""
 
     def __init__(self) -> None:
-        self._named: list[tuple[int, BlockHash]] = []
-        self.give = self._named.append
-        """`give((block, block_hash))` names what a block holds, or will when the step being planned
-        is done. Once for each border that a sequence crosses: no call of ours is between."""
+        # Parallel.
+        self._blocks: list[int] = []
+        self._hashes: list[BlockHash] = []
         self._num_before = 0
         """Those that hold before the step being planned."""
 
+    def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        """Name what blocks hold, or will when the step being planned is done."""
+        self._blocks += blocks
+        self._hashes += hashes
+
     def begin_step(self) -> None:
         """Note that a step begins to move blocks, and to compute."""
-        self._num_before = len(self._named)
+        self._num_before = len(self._blocks)
 
     def exchange(self, one: int, other: int) -> None:
         """Follow two blocks that change places in the step being planned."""
         names = {one: other, other: one}
-        for index in range(self._num_before, len(self._named)):
-            block, block_hash = self._named[index]
-            self._named[index] = names.get(block, block), block_hash
+        new = self._blocks[self._num_before :]
+        self._blocks[self._num_before :] = [names.get(block, block) for block in new]
 
     def forget(self, blocks: set[int]) -> None:
         """Name none of these: their content is not to be trusted."""
-        before = [item for item in self._named[: self._num_before] if item[0] not in blocks]
-        after = [item for item in self._named[self._num_before :] if item[0] not in blocks]
-        self._named[:], self._num_before = before + after, len(before)
+        is_kept = [block not in blocks for block in self._blocks]
+        self._num_before = sum(is_kept[: self._num_before])
+        self._blocks = [*compress(self._blocks, is_kept)]
+        self._hashes = [*compress(self._hashes, is_kept)]
 
     def take(self) -> tuple[Int32Array, npt.NDArray[np.uint8]]:
         """Return int32[N] blocks and uint8[N, 32] labels for the plan that goes out."""
         count, self._num_before = self._num_before, 0
         if not count:
             return NOTHING
-        blocks, hashes = zip(*self._named[:count], strict=True)
-        del self._named[:count]
+        blocks, hashes = self._blocks[:count], self._hashes[:count]
+        del self._blocks[:count], self._hashes[:count]
         labels = np.frombuffer(b"".join(hashes), np.uint8).reshape(count, HASH_BYTES)
         return ints(blocks), labels
 

@@ -335,9 +335,8 @@ class Replica(ResizableScheduler):
         num_full = seq.num_computed_tokens // self.config.block_size
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, seq.token_ids, self.config.block_size)
-        pairs = zip(seq.host_block_ids, seq.block_hashes[:num_full], strict=False)
-        for block, block_hash in pairs:
-            self._tier.pool.publish(block, block_hash)
+        blocks = seq.host_block_ids[:num_full]  # none if it computes again
+        self._tier.pool.publish(blocks, seq.block_hashes[: len(blocks)])
 
 
 def _moved(seq: Sequence) -> MovedSequence:

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, next_hash, root_hash, tail_hash
+from scheduler_svc.core.block_hash import extend_chain, root_hash, tail_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, SteadyDecodes
@@ -25,6 +25,7 @@ from scheduler_svc.core.plan import (
 )
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.policy import Rank
+from scheduler_svc.core.publisher import Publisher
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -49,6 +50,7 @@ class RunningSet:
         self._rows = rows
         self._steps = steps
         self._labels = labels
+        self._publisher = Publisher(config, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # by order
@@ -191,7 +193,7 @@ class RunningSet:
         seq.num_computed_tokens += chunk
         # Found from now on: whoever finds it computes in this step or a later one, and in each
         # layer a step stores all its KV before it reads any.
-        self._publish(seq, seq.num_computed_tokens)
+        self._publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_computed_tokens < num_known:
             return False
         self._prefilling.remove(seq)
@@ -209,9 +211,9 @@ class RunningSet:
         draft.appended_rows = [seq.row for seq in due if seq.row is not None]
         if self._config.num_draft_tokens:  # the last block may not be full yet
             for seq in due:
-                self._publish(seq, self.num_computed_tokens(seq))
-        elif self._config.enable_prefix_caching:
-            self._publish_last_blocks(due, draft.appended_rows)
+                self._publisher.publish(seq, self.num_computed_tokens(seq))
+        else:
+            self._publisher.publish_last(due, draft.appended_rows)
         for seq, block in zip(due, draft.appended_blocks, strict=True):
             seq.block_ids.append(block)
 
@@ -262,7 +264,7 @@ class RunningSet:
                 del self._loading[seq.seq_id]
                 self._tier.pool.drop(seq.host_block_ids)
                 seq.host_block_ids = ()
-                self._publish(seq, self.num_computed_tokens(seq))
+                self._publisher.publish(seq, self.num_computed_tokens(seq))
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
@@ -280,7 +282,7 @@ class RunningSet:
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
-            self._publish(seq, self._rows.num_tokens(seq.row) - 1)
+            self._publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
             self._decodes.stop(seq)
         else:
             self._prefilling.remove(seq)
@@ -317,7 +319,7 @@ class RunningSet:
             chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
             extend_chain(chain, root, seq.token_ids, self._config.block_size)
             name = tail_hash(chain, root, seq.token_ids, num_computed, self._config.block_size)
-            self._labels.give((blocks[-1], name))
+            self._labels.give([blocks[-1]], [name])
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 
     def distrust(self, seq: Sequence) -> None:
@@ -358,36 +360,3 @@ class RunningSet:
             draft.copy(seq.copy_from, seq.block_ids[-1])
             draft.copied.append(seq.copy_from)
             seq.copy_from = None
-
-    def _publish_last_blocks(self, seqs: list[Sequence], rows: list[int]) -> None:
-        """Make the last block of each table findable; it is full.
-
-        Its last token is the input of the step before the one being planned, so it was sampled by a
-        step that is answered. This is most of what a steady step costs, so the tokens of all are
-        read at once.
-        """
-        block_size = self._config.block_size
-        lasts = [len(seq.block_ids) - 1 for seq in seqs]
-        contents = self._rows.read_blocks(rows, lasts)
-        for seq, last, data in zip(seqs, lasts, contents, strict=True):
-            hashes = seq.block_hashes
-            if seq.num_published_blocks == last == len(hashes) and not seq.loading_block_ids:
-                parent = hashes[-1] if hashes else root_hash(seq.request.cache_salt)
-                hashes.append(next_hash(parent, data))
-                self._pool.publish(seq.block_ids[last], hashes[last])
-                seq.num_published_blocks += 1
-            else:  # more than this one, or none for now
-                self._publish(seq, (last + 1) * block_size)
-
-    def _publish(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Make the full blocks among the first `num_computed_tokens` findable."""
-        first, end = seq.num_published_blocks, num_computed_tokens // self._config.block_size
-        if first >= end or not self._config.enable_prefix_caching or seq.loading_block_ids:
-            return
-        assert seq.row is not None
-        tokens = self._rows.tokens(seq.row)[: end * self._config.block_size]
-        root = root_hash(seq.request.cache_salt)
-        extend_chain(seq.block_hashes, root, tokens, self._config.block_size)
-        for index in range(first, end):
-            self._pool.publish(seq.block_ids[index], seq.block_hashes[index])
-        seq.num_published_blocks = end

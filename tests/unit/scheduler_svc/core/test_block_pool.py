@@ -15,7 +15,7 @@ def make_pool(num_blocks=6, eviction=Eviction.LRU, evicted=None):
 def test_a_held_block_and_a_taken_one_exchange_numbers():
     pool = make_pool()
     pool.allocate(5)
-    pool.publish(4, b"p")
+    pool.publish([4], [b"p"])
     pool.share([4])
     pool.drop([1])
     assert pool.allocate_before(4) == 1
@@ -32,7 +32,7 @@ def test_a_cached_block_keeps_its_place_in_the_order_of_eviction(eviction):
     pool = make_pool(4, eviction, evicted)
     blocks = pool.allocate(4)
     for block in blocks[:3]:
-        pool.publish(block, b"%d" % block)
+        pool.publish([block], [b"%d" % block])
         pool.drop([block])
     pool.exchange(3, 1)
     assert (pool.ref_count(1), pool.is_cached(3)) == (1, True)
@@ -66,8 +66,8 @@ def test_an_untrusted_block_beyond_the_border_is_given_in_its_turn():
     pool = make_pool()
     blocks = pool.allocate(6)
     pool.set_border(3)
-    pool.publish(5, b"5")
-    pool.publish(3, b"3")
+    pool.publish([5], [b"5"])
+    pool.publish([3], [b"3"])
     pool.drop(blocks)
     pool.forget([5, 3])
     assert pool.find([b"5"]) == pool.find([b"3"]) == []
@@ -103,7 +103,7 @@ def test_only_a_block_with_one_holder_and_no_name_is_written():
     pool = make_pool()
     shared, named, _ = pool.allocate(3)
     pool.share([shared])
-    pool.publish(named, b"p")
+    pool.publish([named], [b"p"])
     assert [pool.is_writable(block) for block in range(4)] == [False, False, True, False]
 
 
@@ -111,7 +111,7 @@ def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
     pool = make_pool()
     blocks = pool.allocate(4)
     for block in blocks[:2]:
-        pool.publish(block, b"%d" % block)
+        pool.publish([block], [b"%d" % block])
     pool.drop([blocks[1], blocks[2]])
     assert [pool.is_cached(block) for block in range(5)] == [False, True, False, False, False]
 

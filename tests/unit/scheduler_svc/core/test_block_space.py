@@ -84,14 +84,14 @@ def test_misuse_of_a_pool_is_a_bug(misuse, message):
 def test_all_of_a_pool_can_be_taken():
     pool = BlockPool(3, DeviceBlockId)
     (first,) = pool.allocate(1)
-    pool.publish(first, BlockHash(b"1"))
+    pool.publish([first], [BlockHash(b"1")])
     pool.drop([first])
     assert sorted(pool.allocate(pool.num_free)) == [0, 1, 2]
 
 
 def test_what_is_forgotten_is_blank():
     pool = BlockPool(1, DeviceBlockId)
-    pool.publish(*pool.allocate(1), BlockHash(b"1"))
+    pool.publish(pool.allocate(1), [BlockHash(b"1")])
     pool.drop([0])
     assert (pool.num_cached, pool.num_blank, pool.find([b"1"])) == (1, 0, [0])
     pool.forget([0])

@@ -26,7 +26,7 @@ class Cache:
         self.pool.share(found)
         new = self.pool.allocate(len(names) - len(found))
         for block, name in zip(new, names[len(found) :], strict=True):
-            self.pool.publish(block, name.encode())
+            self.pool.publish([block], [name.encode()])
         return found + new
 
     def run(self, *names: str) -> None:

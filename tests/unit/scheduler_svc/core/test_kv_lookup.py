@@ -30,7 +30,7 @@ class Place:
         pool = self.pools[tier]
         blocks = pool.allocate(len(indices))
         for block, index in zip(blocks, indices, strict=True):
-            pool.publish(block, self.hashes[index])
+            pool.publish([block], [self.hashes[index]])
         pool.drop(blocks)
         return blocks
 
