@@ -1,8 +1,7 @@
 """What is due at a step: the reason that a steady step costs nothing for a steady sequence.
 
-A decoding sequence gains one token in every step, so the step at which it needs its next block, and
-the step at which it reaches its length, are known when it starts. It is filed under them and not
-looked at before.
+A decoding sequence gains one token in every step, so the step at which it reaches its length is
+known when it starts. It is filed under that, and not looked at before.
 """
 
 from collections.abc import Iterable
