@@ -51,8 +51,8 @@ class SteadyDecodes:
         self._num_next = 0
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
-        """By step, modulo the block size: those that cross a border then and go on, and their last
-        steps. They are filed once: the next border is as many steps away."""
+        """By step, modulo the block size: those that cross a border then, with their last steps. A
+        sequence is filed once: its next border is a block's steps away, until it ends before."""
 
     @property
     def num_next(self) -> int:

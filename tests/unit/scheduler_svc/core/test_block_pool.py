@@ -5,6 +5,7 @@ import pytest
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.new_labels import NewLabels
 
 
 def make_pool(num_blocks=6, eviction=Eviction.LRU, evicted=None):
@@ -105,6 +106,21 @@ def test_only_a_block_with_one_holder_and_no_name_is_written():
     pool.share([shared])
     pool.publish([named], [b"p"])
     assert [pool.is_writable(block) for block in range(4)] == [False, False, True, False]
+
+
+def test_of_blocks_published_together_each_is_named_once_and_the_first_is_found():
+    one, other = b"1" * 32, b"2" * 32
+    labels = NewLabels()
+    pool = BlockPool(4, DeviceBlockId, labels=labels)
+    first, same, new, _ = pool.allocate(4)
+    pool.publish([first], [one])
+    pool.publish([first, same, new], [one, one, other])
+    assert pool.find([one, other]) == [first, new]
+    assert [pool.is_writable(block) for block in (first, same, new)] == [False, True, False]
+    labels.begin_step()
+    blocks, names = labels.take()
+    assert blocks.tolist() == [first, same, new]
+    assert names.tobytes() == one + one + other
 
 
 def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
