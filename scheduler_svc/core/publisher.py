@@ -10,9 +10,7 @@ from scheduler_svc.core.sequence import Sequence
 class Publisher:
     """Publishes what is computed, each block once; without a prefix cache nothing."""
 
-    def __init__(
-        self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], rows: Rows
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
         self._block_size = config.block_size
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool

@@ -52,9 +52,7 @@ class Scheduler:
         self._pins = Pins(config, self._pool)
         self._lookup = KvLookup(config, self._pool, self._tier)
         longest = max_request_len(config.max_num_blocks or config.num_blocks, config)
-        self._rows = Rows(
-            config.max_num_seqs, longest, config.block_size, config.num_draft_tokens
-        )
+        self._rows = Rows(config.max_num_seqs, longest, config.block_size, config.num_draft_tokens)
         self._steps = StepsInFlight(self._pool, self._rows)
         self._running = RunningSet(config, self._pool, self._tier, self._rows, self._steps, labels)
         self._defragmenter = Defragmenter(config, self._pool, self._tier, self._running, self._pins)
