@@ -13,7 +13,7 @@ from quire.attempts import Service
 from quire.kv_types import WorkerKv
 from quire.questions import Question
 from quire.retry import Retry
-from quire.routers import Targets, split_targets
+from quire.routers import Targets
 from quire.types import (
     DEFAULT_SAMPLING,
     ChatMessage,
@@ -46,10 +46,12 @@ class AsyncClient:
         tls: ClientTls | None = None,
     ) -> None:
         """As for `Client`."""
-        self._channels = [
-            open_channel(target, max_message_mb, tls) for target in split_targets(target)
-        ]
-        self._service = Service(self._channels, retry=retry, api_key=api_key)
+        self._service = Service(
+            target,
+            lambda each, pings: open_channel(each, max_message_mb, tls, pings=pings),
+            retry=retry,
+            api_key=api_key,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -64,7 +66,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End what is still running."""
-        for channel in self._channels:
+        for channel in self._service.routers.channels:
             await channel.close(grace=None)
 
     async def generate(
@@ -206,7 +208,7 @@ class AsyncClient:
         return await self._ask(questions.load(), timeout_s)
 
     async def _ask(self, question: Question[T], timeout_s: float | None) -> T:
-        method = getattr(self._service.routers.stub, question.method)
+        method = getattr(self._service.routers.current.stub, question.method)
         with calling():
             response = await method(
                 question.request, timeout=timeout_s, metadata=self._service.metadata

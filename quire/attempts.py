@@ -5,16 +5,17 @@ says when to make the next, `Continuation` knows what has come, and the client w
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from quire import wire
 from quire.continuation import Continuation
 from quire.retry import Retry, RetryBudget
-from quire.routers import Routers, TimeLimit, start_call
+from quire.routers import Routers, Targets, TimeLimit, start_call
 from quire.types import Event, GenerateOptions, SamplingParams
 from quire.v1 import inference_pb2
 from rpc.errors import QuireError
+from rpc.transport import Pings
 
 _CANCEL_TIMEOUT_S = 2.0
 
@@ -24,9 +25,16 @@ Metadata: TypeAlias = list[tuple[str, str]]
 class Service:
     """The routers of one service, as one client knows them: whom to ask, and how often."""
 
-    def __init__(self, channels: Sequence[Any], *, retry: Retry | None, api_key: str) -> None:
-        """Take one channel to each router, either all synchronous or all not."""
-        self.routers = Routers(channels)
+    def __init__(
+        self,
+        targets: Targets,
+        open_channel: Callable[[str, Pings], Any],
+        *,
+        retry: Retry | None,
+        api_key: str,
+    ) -> None:
+        """See `Routers`."""
+        self.routers = Routers(targets, open_channel)
         self.metadata: Metadata = wire.api_key_to_metadata(api_key)
         self._retry = retry
         self._budget = RetryBudget()
@@ -64,7 +72,7 @@ class Attempts:
         metadata: Metadata,
     ) -> None:
         self._routers = routers
-        self._stub = routers.stub
+        self._router = routers.current
         self._request = request
         self._continuation = continuation
         self._time_limit = time_limit
@@ -82,16 +90,19 @@ class Attempts:
 
     def stream(self, trace: Sequence[tuple[str, str]] = ()) -> Any:
         """Begin the next call, which streams; `trace` is metadata that makes it part of one."""
-        self._stub = self._routers.stub
-        request = self._continuation.next_request()
+        self._router = self._routers.current
+        can_go_on = self._continuation.is_resumable
         return start_call(
-            self._stub, request, self._time_limit.remaining_s(), [*trace, *self._metadata]
+            self._router.resuming_stub if can_go_on else self._router.stub,
+            self._continuation.next_request(),
+            self._time_limit.remaining_s(),
+            [*trace, *self._metadata],
         )
 
     def once(self, trace: Sequence[tuple[str, str]] = ()) -> Any:
         """Make the next call, answered in one piece; give the answer, or what is to be awaited."""
-        self._stub = self._routers.stub
-        return self._stub.GenerateOnce(
+        self._router = self._routers.current
+        return self._router.stub.GenerateOnce(
             inference_pb2.GenerateOnceRequest(request=self._request),
             timeout=self._time_limit.remaining_s(),
             metadata=[*trace, *self._metadata],
@@ -112,12 +123,12 @@ class Attempts:
         """
         delay_s = self._continuation.failed(error, time.monotonic())
         self._time_limit.check(delay_s, error)
-        self._routers.failed(self._stub, error)
+        self._routers.failed(self._router, error)
         return delay_s
 
     def cancel(self) -> Any:
         """End the work; give what `once` would. It ends by itself if this fails, only later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
-        return self._routers.stub.Cancel(
+        return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata
         )

@@ -13,7 +13,7 @@ from quire.attempts import Service
 from quire.kv_types import WorkerKv
 from quire.questions import Question
 from quire.retry import Retry
-from quire.routers import Targets, split_targets
+from quire.routers import Targets
 from quire.types import (
     DEFAULT_SAMPLING,
     ChatMessage,
@@ -51,10 +51,12 @@ class Client:
         `api_key` is for services that ask for one. Without `tls` calls, and the key, travel in the
         clear; a Unix socket needs none.
         """
-        self._channels = [
-            open_blocking_channel(target, max_message_mb, tls) for target in split_targets(target)
-        ]
-        self._service = Service(self._channels, retry=retry, api_key=api_key)
+        self._service = Service(
+            target,
+            lambda each, pings: open_blocking_channel(each, max_message_mb, tls, pings=pings),
+            retry=retry,
+            api_key=api_key,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +71,7 @@ class Client:
 
     def close(self) -> None:
         """End what is still running."""
-        for channel in self._channels:
+        for channel in self._service.routers.channels:
             channel.close()
 
     def generate(
@@ -209,7 +211,7 @@ class Client:
         return self._ask(questions.load(), timeout_s)
 
     def _ask(self, question: Question[T], timeout_s: float | None) -> T:
-        method = getattr(self._service.routers.stub, question.method)
+        method = getattr(self._service.routers.current.stub, question.method)
         with calling():
             response = method(question.request, timeout=timeout_s, metadata=self._service.metadata)
         return question.read(response)

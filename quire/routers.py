@@ -1,12 +1,14 @@
 """The routers that a client knows: where they are, which is asked, and for how long."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.errors import InvalidArgumentError, QuireError, UnavailableError
+from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]
 """The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
@@ -20,24 +22,45 @@ def split_targets(targets: Targets) -> list[str]:
     return listed
 
 
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One of them, and the connections to it; each connects at its first call."""
+
+    stub: InferenceServiceStub
+    """For calls that end with their connection: it is kept through a silence of half a minute."""
+    resuming_stub: InferenceServiceStub
+    """For calls that can go on elsewhere: a router that is silent for three seconds is left."""
+
+
 class Routers:
     """Which of several routers is asked: the same one, until it fails."""
 
-    def __init__(self, channels: Sequence[Any]) -> None:
-        """Take one channel to each, either all synchronous or all not."""
-        stubs = [InferenceServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        self._stubs = stubs
+    def __init__(self, targets: Targets, open_channel: Callable[[str, Pings], Any]) -> None:
+        """Open channels to each, either all synchronous or all not.
+
+        Raises InvalidArgumentError if there is none.
+        """
+        self.channels: list[Any] = []
+        """All that were opened, for the owner to close."""
         self._index = 0
 
-    @property
-    def stub(self) -> InferenceServiceStub:
-        """The router to ask."""
-        return self._stubs[self._index]
+        def stub(target: str, pings: Pings) -> InferenceServiceStub:
+            self.channels.append(open_channel(target, pings))
+            return InferenceServiceStub(self.channels[-1])  # type: ignore[no-untyped-call]
 
-    def failed(self, stub: InferenceServiceStub, error: QuireError) -> None:
+        self._routers = [
+            Router(stub(target, PATIENT), stub(target, QUICK)) for target in split_targets(targets)
+        ]
+
+    @property
+    def current(self) -> Router:
+        """The router to ask."""
+        return self._routers[self._index]
+
+    def failed(self, router: Router, error: QuireError) -> None:
         """Ask the next one, unless that is done already, or it was no fault of this one's."""
-        if stub is self.stub and isinstance(error, UnavailableError):
-            self._index = (self._index + 1) % len(self._stubs)
+        if router is self.current and isinstance(error, UnavailableError):
+            self._index = (self._index + 1) % len(self._routers)
 
 
 class TimeLimit:

@@ -8,11 +8,15 @@ import grpc.aio
 
 from rpc import telemetry
 from rpc.tls import ClientTls, channel_credentials, is_local
-from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, PATIENT, Pings, channel_options
 
 
 def open_channel(
-    target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB, tls: ClientTls | None = None
+    target: str,
+    max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+    tls: ClientTls | None = None,
+    *,
+    pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
     """Open a channel to "host:port" or "unix:/path"; it connects at the first call, and again.
 
@@ -21,7 +25,7 @@ def open_channel(
     """
     # The stubs know no type for these.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
-    options = _options(max_message_mb, tls)
+    options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
     return grpc.aio.secure_channel(
@@ -30,22 +34,27 @@ def open_channel(
 
 
 def open_blocking_channel(
-    target: str, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB, tls: ClientTls | None = None
+    target: str,
+    max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+    tls: ClientTls | None = None,
+    *,
+    pings: Pings = PATIENT,
 ) -> grpc.Channel:
     """Open a channel for threads; trace context is the caller's to send."""
-    options = _options(max_message_mb, tls)
+    options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):
         return grpc.insecure_channel(target, options=options)
     return grpc.secure_channel(target, channel_credentials(tls), options=options)
 
 
-def _options(max_message_mb: int, tls: ClientTls | None) -> list[tuple[str, Any]]:
+def _options(max_message_mb: int, tls: ClientTls | None, pings: Pings) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
-        *channel_options(max_message_mb),
+        *channel_options(max_message_mb, pings=pings),
         # A restarted peer should be found again in seconds, not after gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # How long an attempt may take, with TLS, far away, or at a peer that is busy.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
     ]
     if tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))

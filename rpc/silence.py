@@ -1,7 +1,8 @@
 """How long a peer has said nothing, though it is to say something every half second.
 
-A process that hangs keeps its connections, and the kernel takes what is sent to it: neither TCP
-nor gRPC's keepalive tells within seconds. So whoever depends on a peer listens for its beats.
+A process that hangs keeps its connections, and the kernel takes what is sent to it; gRPC's pings
+are answered as long as any thread of it runs, also when its loop does not. So whoever depends on a
+peer listens for its beats.
 """
 
 BEAT_S = 0.5

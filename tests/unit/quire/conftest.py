@@ -10,6 +10,7 @@ from fake_inference import FakeInference
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from rpc.status import ErrorInterceptor
+from rpc.transport import server_options
 
 
 @dataclass
@@ -21,7 +22,9 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     fake = FakeInference()
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=server_options(64, 16, 4096)
+    )
     add_InferenceServiceServicer_to_server(fake, server)
     # pytest's own temporary paths can be longer than a socket's may be.
     with tempfile.TemporaryDirectory(prefix="q-") as folder:

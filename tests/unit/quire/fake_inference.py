@@ -19,7 +19,10 @@ from rpc.packing import pack_int32
 
 @dataclass
 class FakeInference(InferenceServiceServicer):
-    """Says "one two" to every prompt; goes on for ever if the prompt is "endless"."""
+    """Says "one two" to every prompt; goes on for ever if the prompt is "endless".
+
+    To the prompt "pauses" it says "one", and no more until it `goes_on`.
+    """
 
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
@@ -28,6 +31,7 @@ class FakeInference(InferenceServiceServicer):
     is_for_tenants: bool = False
     """Whether the caller may not see everybody's."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -44,6 +48,8 @@ class FakeInference(InferenceServiceServicer):
                 yield inference_pb2.GenerateResponse(request_id="r", delta=delta)
                 if request.text == "breaks":
                     raise UnavailableError("the router is shutting down")
+                if request.text == "pauses":
+                    await self.goes_on.wait()
             if request.text == "endless":
                 await asyncio.Event().wait()
         except (asyncio.CancelledError, GeneratorExit):  # at a send, or at the wait

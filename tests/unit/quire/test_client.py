@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from silent_relay import SilentRelay
 
 from quire.client import (
     AsyncClient,
@@ -218,6 +219,29 @@ async def test_of_several_routers_one_that_answers_is_found_and_kept(served, res
     assert events == EVENTS
     with pytest.raises(InvalidArgumentError, match="targets"):
         AsyncClient(f"{dead},")
+
+
+async def test_a_silent_router_is_left_by_who_can_go_on_and_a_slow_one_by_nobody(served):
+    path = served.target.removeprefix("unix:")
+    async with SilentRelay(f"{path}-relay", path) as relay:
+        routers = [relay.target, served.target]
+        async with AsyncClient(routers) as client, AsyncClient(served.target) as other:
+            with Client(routers) as blocking:
+                plain = client.generate("pauses")
+                slow = other.generate("pauses", resumable=True)
+                leaving = client.generate("pauses", resumable=True)
+                left_by_thread = blocking.generate("pauses", resumable=True)
+                for events in (plain, slow, leaving):
+                    assert await anext(events) == EVENTS[0]
+                assert await asyncio.to_thread(next, left_by_thread) == EVENTS[0]
+                relay.speaks.clear()
+                assert [event async for event in leaving] == EVENTS[1:]
+                assert await asyncio.to_thread(list, left_by_thread) == EVENTS[1:]
+                relay.speaks.set()
+                served.fake.goes_on.set()
+                assert [event async for event in plain] == EVENTS[1:]
+                assert [event async for event in slow] == EVENTS[1:]
+    assert [type(r) for r in served.fake.requests] == [GenerateRequest] * 4 + [ResumeRequest] * 2
 
 
 async def test_closing_a_resumable_stream_cancels_the_request(served):
