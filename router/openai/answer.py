@@ -165,7 +165,8 @@ async def _stream(
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
     await sse.start()
     try:
-        await _send_events(sse, call, live, first, events)
+        with sse.beating():
+            await _send_events(sse, call, live, first, events)
         await sse.send_done()
     except QuireError as error:  # no [DONE] after it: that would say that the answer is complete
         await sse.send(error_json(error))

@@ -8,6 +8,7 @@ import pytest
 from openai_fakes import delta, spell
 
 from router.domain import FinishReason, OutputFinished, Usage
+from router.openai import sse
 from rpc.errors import UnavailableError
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -68,6 +69,25 @@ async def test_each_event_is_sent_when_it_comes(http, inference):
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
         first = await response.content.readuntil(b"\n\n")
         assert b'"text":"a"' in first
+        more.set()
+        assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_without_events_has_comments(http, inference, monkeypatch):
+    more = asyncio.Event()
+
+    async def script(_):
+        yield delta("a")
+        await more.wait()
+        yield OutputFinished(0, FinishReason.STOP)
+        yield Usage(1, 1, 0)
+
+    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    inference.script = script
+    async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        await response.content.readuntil(b"\n\n")
+        assert await response.content.readuntil(b"\n\n") == b":\n\n"
+        assert await response.content.readuntil(b"\n\n") == b":\n\n"
         more.set()
         assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
 
