@@ -20,6 +20,7 @@ class KvBlockState(IntEnum):
     PINNED = 3
     HELD = 4
     SHARED = 5
+    RETIRED = 6
 
 
 class SequenceStatus(StrEnum):
@@ -47,6 +48,8 @@ class TierKv:
     num_cached: int
     num_pinned: int
     num_blank: int
+    num_retired: int
+    """Of a pool that shrinks: those that nobody holds any more, and that are about to go."""
     states: bytes
     """A `KvBlockState` for each block from the first asked for."""
     ref_counts: tuple[int, ...]

@@ -74,6 +74,7 @@ def _tiers_from_proto(tiers: Iterable[kv_pb2.TierKv]) -> Iterable[TierKv]:
                 num_cached=tier.num_cached,
                 num_pinned=tier.num_pinned,
                 num_blank=tier.num_blank,
+                num_retired=tier.num_retired,
                 states=tier.states,
                 ref_counts=_ints(tier.ref_counts, "ref_counts"),
                 next_block=tier.next_block or None,

@@ -20,8 +20,9 @@ _STATE_TO_SIGN: Final = {
     KvBlockState.PINNED: "p",
     KvBlockState.HELD: "#",
     KvBlockState.SHARED: "S",
+    KvBlockState.RETIRED: "x",
 }
-_LEGEND: Final = "· blank   c cached   p pinned   # held   S shared"
+_LEGEND: Final = "· blank   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
 """Of one tier, on a terminal; the JSON has all."""
 _NUMBER_WIDTH: Final = 9
@@ -51,9 +52,10 @@ def main(argv: Sequence[str]) -> int:
 
 def describe_tier(tier: TierKv) -> str:
     """Say in a line what its blocks are."""
+    retired = f", {tier.num_retired} retired" if tier.num_retired else ""
     return (
         f"{tier.tier}: {tier.num_blocks} blocks: {tier.num_held} held, {tier.num_shared} shared, "
-        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} blank"
+        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} blank{retired}"
     )
 
 

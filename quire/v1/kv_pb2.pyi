@@ -22,6 +22,7 @@ class KvBlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_BLOCK_STATE_PINNED: _ClassVar[KvBlockState]
     KV_BLOCK_STATE_HELD: _ClassVar[KvBlockState]
     KV_BLOCK_STATE_SHARED: _ClassVar[KvBlockState]
+    KV_BLOCK_STATE_RETIRED: _ClassVar[KvBlockState]
 
 class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ KV_BLOCK_STATE_CACHED: KvBlockState
 KV_BLOCK_STATE_PINNED: KvBlockState
 KV_BLOCK_STATE_HELD: KvBlockState
 KV_BLOCK_STATE_SHARED: KvBlockState
+KV_BLOCK_STATE_RETIRED: KvBlockState
 SEQUENCE_STATUS_UNSPECIFIED: SequenceStatus
 SEQUENCE_STATUS_WAITING: SequenceStatus
 SEQUENCE_STATUS_SWAPPED: SequenceStatus
@@ -89,7 +91,7 @@ class WorkerKv(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierKv, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceKv, _Mapping]]] = ..., num_sequences: _Optional[int] = ..., next_seq_id: _Optional[int] = ...) -> None: ...
 
 class TierKv(_message.Message):
-    __slots__ = ("tier", "num_blocks", "num_held", "num_shared", "num_cached", "num_pinned", "num_blank", "states", "ref_counts", "next_block")
+    __slots__ = ("tier", "num_blocks", "num_held", "num_shared", "num_cached", "num_pinned", "num_blank", "states", "ref_counts", "next_block", "num_retired")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class TierKv(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETIRED_FIELD_NUMBER: _ClassVar[int]
     tier: KvTier
     num_blocks: int
     num_held: int
@@ -110,7 +113,8 @@ class TierKv(_message.Message):
     states: bytes
     ref_counts: bytes
     next_block: int
-    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., num_blocks: _Optional[int] = ..., num_held: _Optional[int] = ..., num_shared: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_blank: _Optional[int] = ..., states: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., next_block: _Optional[int] = ...) -> None: ...
+    num_retired: int
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., num_blocks: _Optional[int] = ..., num_held: _Optional[int] = ..., num_shared: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_pinned: _Optional[int] = ..., num_blank: _Optional[int] = ..., states: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., next_block: _Optional[int] = ..., num_retired: _Optional[int] = ...) -> None: ...
 
 class SequenceKv(_message.Message):
     __slots__ = ("seq_id", "request_id", "output_index", "status", "num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens", "num_device_blocks", "num_host_blocks", "num_shared_blocks", "device_block_ids", "host_block_ids", "num_disk_blocks", "disk_block_ids")

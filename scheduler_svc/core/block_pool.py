@@ -259,6 +259,11 @@ class BlockPool(Generic[BlockIdT]):
         return self._end
 
     @property
+    def usable_ref_counts(self) -> npt.NDArray[np.int32]:
+        """How many hold each of those, int32[num_usable]; a view, as `ref_counts`."""
+        return self.ref_counts[: self._end]
+
+    @property
     def num_leaving(self) -> int:
         """Held blocks that are being taken out of use; takes time in proportion to what goes."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))

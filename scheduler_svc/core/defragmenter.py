@@ -170,7 +170,7 @@ class Defragmenter:
 
     def _look(self, now: float) -> None:
         """Begin a pass if there is reason to."""
-        before = measure(self._pool.ref_counts)
+        before = measure(self._pool.usable_ref_counts)
         is_wanted, self._is_wanted = self._is_wanted, False
         self._next_look = now + self._interval_s
         if is_wanted or before.rate >= max(self._config.defragment_threshold, _LEAST_RATE):
@@ -217,7 +217,7 @@ class Defragmenter:
             if current.evacuates:
                 return
             self.num_passes += 1
-            after = measure(self._pool.ref_counts)
+            after = measure(self._pool.usable_ref_counts)
             self._reports += (
                 DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )

@@ -40,6 +40,7 @@ class BlockState(IntEnum):
     PINNED = 3
     HELD = 4
     SHARED = 5
+    RETIRED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def _describe_pool(
     states[pinned] = BlockState.PINNED
     states[ref_counts == 1] = BlockState.HELD
     states[ref_counts > 1] = BlockState.SHARED
+    states[pool.num_usable :][ref_counts[pool.num_usable :] == 0] = BlockState.RETIRED
     counts = np.bincount(states, minlength=max(BlockState) + 1).tolist()
     end = query.first_block + query.max_blocks
     return TierDescription(

@@ -63,7 +63,7 @@ class SpaceReport:
 
 
 def measure(ref_counts: Int32Array) -> Fragmentation:
-    """Look at a pool, given as int32[num_blocks]: how many hold each block."""
+    """Look at a pool, given as int32[N]: how many hold each block that there is to be taken."""
     held = np.flatnonzero(ref_counts)
     ends = np.concatenate(([-1], held, [len(ref_counts)]))
     return Fragmentation(

@@ -68,7 +68,7 @@ def read_space(core: "Scheduler") -> SpaceReport:
     """Look at the blocks of `core`; it takes time in proportion to pools and running sequences."""
     running = core._running
     return SpaceReport(
-        device=measure(core._pool.ref_counts),
+        device=measure(core._pool.usable_ref_counts),
         host=measure(core._tier.pool.ref_counts),
         num_slots_held=sum(len(seq.block_ids) for seq in running) * core.config.block_size,
         num_slots_written=sum(map(running.num_computed_tokens, running)),

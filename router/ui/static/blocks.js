@@ -3,7 +3,7 @@
 import { bytes, int32s } from "./api.js";
 import { byId, colour, element, explain, legendEntry, number, prepare } from "./page.js";
 
-const STATES = [, "blank", "cached", "pinned", "held", "shared"]; // by KvBlockState
+const STATES = [, "blank", "cached", "pinned", "held", "shared", "retired"]; // by KvBlockState
 const MAX_HEIGHT = 180;
 const MAX_HOLDERS = 4; // told of by name
 const [MIN_CELL, MAX_CELL] = [2, 15];
@@ -13,7 +13,7 @@ let sequences = [];
 let blockSize = 0;
 let highlighted = null; // a sequence's number
 
-for (const state of STATES.slice(1).reverse()) byId("legend").append(legendEntry(state, state));
+for (const state of STATES.slice(1, -1).reverse()) byId("legend").append(legendEntry(state, state));
 byId("legend").lastChild.lastChild.textContent = "free";
 
 /** Shows a worker as `DescribeKv` has it, with block tables. */

@@ -143,14 +143,15 @@ class FakeInference(InferenceServiceServicer):
         self.requests.append(request)
         tier = kv_pb2.TierKv(
             tier=kv_pb2.KV_TIER_DEVICE,
-            num_blocks=5,
+            num_blocks=7,
             num_held=1,
             num_shared=1,
             num_cached=1,
             num_pinned=1,
             num_blank=1,
-            states=bytes([1, 2, 3, 4, 5]),
-            ref_counts=pack_int32([0, 0, 0, 1, 2]) if request.query.ref_counts else b"",
+            num_retired=2,
+            states=bytes([1, 2, 3, 4, 5, 6, 6]),
+            ref_counts=pack_int32([0, 0, 0, 1, 2, 0, 0]) if request.query.ref_counts else b"",
         )
         sequence = kv_pb2.SequenceKv(
             seq_id=3,

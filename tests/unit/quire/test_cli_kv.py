@@ -24,8 +24,8 @@ async def test_kv_shows_a_map_and_the_sequences(served, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert await run("kv", "--target", served.target, "--worker", "unix:/w") == 0
     output = capsys.readouterr().out
-    assert "device: 5 blocks: 1 held, 1 shared, 1 cached, 1 pinned, 1 blank" in output
-    assert "       0 ·cp#S\n" in output
+    assert "device: 7 blocks: 1 held, 1 shared, 1 cached, 1 pinned, 1 blank, 2 retired" in output
+    assert "       0 ·cp#Sxx\n" in output
     assert "r[1]" in output
     assert "decode" in output
     assert "2 sequences in all; --worker unix:/w --first-seq-id 8 shows what follows" in output
@@ -37,8 +37,8 @@ async def test_kv_as_json_has_all(served, capsys):
     assert await run("kv", "--target", served.target, "--json", "--first-block", "2") == 0
     (worker,) = json.loads(capsys.readouterr().out)
     (tier,) = worker["tiers"]
-    assert tier["states"] == ["blank", "cached", "pinned", "held", "shared"]
-    assert tier["ref_counts"] == [0, 0, 0, 1, 2]
+    assert tier["states"] == ["blank", "cached", "pinned", "held", "shared"] + ["retired"] * 2
+    assert tier["ref_counts"] == [0, 0, 0, 1, 2, 0, 0]
     assert worker["sequences"][0]["device_block_ids"] == [3, 4]
     assert served.fake.requests[0].query.first_block == 2
 

@@ -55,10 +55,10 @@ def sequence(request_id, num_device_blocks):
 
 
 def worker_kv(worker, *sequences, host=0):
-    device = TierKv(KvTier.DEVICE, 10, 3, 1, 2, 1, 3, b"", (), None)
+    device = TierKv(KvTier.DEVICE, 10, 3, 1, 2, 1, 3, 0, b"", (), None)
     tiers = [device]
     if host:
-        tiers.append(TierKv(KvTier.HOST, host, 0, 0, 0, 0, host, b"", (), None))
+        tiers.append(TierKv(KvTier.HOST, host, 0, 0, 0, 0, host, 0, b"", (), None))
     return WorkerKv(worker, 16, 2**20, tuple(tiers), sequences, len(sequences), None)
 
 

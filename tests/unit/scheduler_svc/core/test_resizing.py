@@ -5,8 +5,10 @@ from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.describe import BlockState, Query, describe
 from scheduler_svc.core.errors import BrokenInvariantError, ResizeRefusedError
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.load import read_space
 
 PROMPT = list(range(5))  # two blocks
 
@@ -85,6 +87,24 @@ def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     assert core.is_shrunk
     core.resize(4)
     check(core)
+
+
+def test_what_goes_counts_as_free_nowhere():
+    core = core_of()
+    answer(core, run_three(core, max_tokens=9), 0, 1, 2)
+    core.cancel(ROUTER, [0])
+    core.shrink(4)
+    load, space = core.load(), read_space(core)
+    (tier,) = describe(core, Query()).tiers
+    counts = tier.state_to_num_blocks
+    free = load.num_free_blocks + load.num_cached_blocks
+    assert counts[BlockState.BLANK] + counts[BlockState.CACHED] == free
+    assert space.device.num_free_blocks == free == 2, "where sequence 0 was"
+    assert (counts[BlockState.HELD], counts[BlockState.RETIRED]) == (4, 6)
+    core.resize(12)  # the worker could not
+    load = core.load()
+    assert read_space(core).device.num_free_blocks == 8
+    assert load.num_free_blocks + load.num_cached_blocks == 8
 
 
 def test_it_is_shrunk_when_every_step_is_answered_that_was_sent_before():
