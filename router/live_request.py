@@ -93,6 +93,8 @@ class LiveRequest:
         """Whether the request goes on without this reader, who has left."""
         self.num_submits = 0
         """How often the scheduler was told; counted by the scheduler client."""
+        self.refused_by: set[str] = set()
+        """The schedulers that had no room for it; kept by the scheduler client."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()

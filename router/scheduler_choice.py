@@ -4,7 +4,8 @@ Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 201
 ranks the schedulers by a hash of its first tokens with their names, the same in every router, and
 takes the first that would have no more than its share of all sequences and a quarter. So prompts
 with one beginning meet at one scheduler, whose prefix cache has it; those of a busy one overflow
-to one that is again the same for all; and if one comes or goes, only its own share moves.
+to one that is again the same for all; and if one comes or goes, only its own share moves. One
+whose queue is known to have no room is left out, as long as another has some.
 """
 
 import hashlib
@@ -28,6 +29,12 @@ class Candidate:
     """Sequences that it has, as far as is known."""
     num_workers: int = 1
     """At least 1."""
+    room: int | None = None
+    """Sequences that its queue takes, as far as is known; None: they need no counting."""
+
+    def has_room(self, n: int) -> bool:
+        """Whether it takes `n` more sequences, as far as is known."""
+        return self.room is None or self.room >= n
 
 
 def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candidate]) -> int:
@@ -37,15 +44,17 @@ def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candid
     num_workers = sum(each.num_workers for each in candidates)
     num_seqs = n + sum(each.num_seqs for each in candidates)
     share = max(_SLACK * num_seqs / num_workers, _MIN_SEQS)
-    # Who is below the average has room for one more; if `n` are too many for all, the least loaded.
+    indices = [index for index, each in enumerate(candidates) if each.has_room(n)]
+    indices = indices or list(range(len(candidates)))
+    # If all are above their share, or `n` are too many for it, the least loaded.
     open_ = [
         index
-        for index, each in enumerate(candidates)
-        if each.num_seqs + n <= share * each.num_workers
+        for index in indices
+        if candidates[index].num_seqs + n <= share * candidates[index].num_workers
     ]
     if not open_:
         return min(
-            range(len(candidates)),
+            indices,
             key=lambda index: candidates[index].num_seqs / candidates[index].num_workers,
         )
     prefix = ",".join(map(str, prompt[:PREFIX_TOKENS]))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -73,6 +73,12 @@ class LinkOwner(Protocol):
 
     def changed(self, link: "SchedulerLink") -> None:
         """Learns that the link has no scheduler, or still none, and why; or whether it hangs."""
+
+    def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
+        """Learns that a request is not taken; whether another link has it now."""
+
+    def resized(self) -> None:
+        """Learns that a link's model takes longer, or only shorter, requests than before."""
 
 
 class SchedulerLink:
@@ -333,6 +339,9 @@ class SchedulerLink:
     def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
         if news.room is not None:
             self.room = news.room.num_seqs
+        if news.max_model_len is not None and self.model is not None:
+            self.model = replace(self.model, max_model_len=news.max_model_len)
+            self._owner.resized()
         stopped = self.table.hear(news, is_new=is_new)
         if stopped and self._outbox is not None:
             self._outbox.cancel(list(stopped))
@@ -362,7 +371,9 @@ class SchedulerLink:
             )
             return
         self.table.discard(live)
-        live.refuse(refusal.error)
+        is_full = isinstance(refusal.error, TooBusyError | UnavailableError)
+        if not (is_full and self._owner.refused(self, live)):
+            live.refuse(refusal.error)
 
     def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)

@@ -106,6 +106,8 @@ class StepNews:
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     """None: no news of that."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output from now on; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)

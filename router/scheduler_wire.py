@@ -204,6 +204,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
         endings=tuple(map(_ending_from_proto, message.finished)),
         room=_room_from_proto(message.room) if message.HasField("room") else None,
+        max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
     )
 
 

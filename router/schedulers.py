@@ -9,7 +9,7 @@ and, if none is met soon, to one of those that are connected all the time.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -263,8 +263,7 @@ class Schedulers:
         if before is not None and not model.can_continue(before):
             for each in self._links:
                 self._fail_all(each, "the service now has another model")
-        lengths = [other.model.max_model_len for other in others if other.model is not None]
-        self._model = dataclasses.replace(model, max_model_len=min([model.max_model_len, *lengths]))
+        self._model = _shortest([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
         """Gives it what was live at others that are lost."""
@@ -277,6 +276,25 @@ class Schedulers:
         if not link.is_connected and link.table and self._connected:
             asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
         self._show()
+
+    def resized(self) -> None:
+        """Looks again how long a request may be."""
+        if self._model is not None:
+            self._model = _shortest(link.model for link in self._connected)
+
+    def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
+        """Submits it to another scheduler that may have room, each once; False: there is none."""
+        live.refused_by.add(link.target)
+        n = len(live.outputs)
+        others = [
+            other
+            for other in self._connected
+            if other.target not in live.refused_by and (other.room is None or other.room >= n)
+        ]
+        if others:
+            live.num_submits = 0
+            self._choose(live, others).submit(live)
+        return bool(others)
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -293,7 +311,7 @@ class Schedulers:
         for link in links:
             sight = self._sights.get(link, _Sight())
             num_seqs = sight.num_other_seqs + len(link.table)
-            candidates.append(Candidate(link.target, num_seqs, sight.num_workers))
+            candidates.append(Candidate(link.target, num_seqs, sight.num_workers, link.room))
         record = live.record
         n = len(live.live_seq_keys)
         return links[choose(record.prompt_token_ids, record.cache_salt, n, candidates)]
@@ -331,6 +349,12 @@ class Schedulers:
         else:
             waits = [link.status for link in self._links]
             self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
+
+
+def _shortest(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
+    """That of one model's many schedulers, one at least, which takes the shortest requests."""
+    known = [model for model in models if model is not None]
+    return min(known, key=lambda model: model.max_model_len)
 
 
 def _add_up(loads: Sequence[Load]) -> Load:

@@ -80,11 +80,15 @@ class Fleet:
         Returns:
             The model, its length the least of the workers'.
         """
-        while not (sessions := self._sessions()):
+        while (model := self.model_now()) is None:
             self._attached.clear()
             await self._attached.wait()
-        models = [session.model() for session in sessions]
-        return min(models, key=lambda model: model.max_model_len)
+        return model
+
+    def model_now(self) -> ModelInfo | None:
+        """Give the same, which changes as workers come, go and are resized; None: there is none."""
+        models = [session.model() for session in self._sessions()]
+        return min(models, key=lambda model: model.max_model_len, default=None)
 
     def submit(self, request: Request) -> None:
         """Take on a request. An engine may still refuse it, and tells its source.

@@ -21,10 +21,17 @@ class RouterStream:
     `max_backlog_bytes` pile up loses its stream.
     """
 
-    def __init__(self, source: SourceId, router_id: str, max_backlog_bytes: int) -> None:
+    def __init__(
+        self,
+        source: SourceId,
+        router_id: str,
+        max_backlog_bytes: int,
+        max_model_len: int | None = None,
+    ) -> None:
         self.source = source
         self.router_id = router_id
         self._max_backlog_bytes = max_backlog_bytes
+        self._max_model_len = max_model_len
         self._live_seq_keys: set[SeqKey] = set()
         self._replies: deque[scheduler_pb2.ConnectResponse] = deque()
         self._outputs: list[scheduler_pb2.StepOutput] = []
@@ -61,6 +68,12 @@ class RouterStream:
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
+
+    def tell_max_model_len(self, max_model_len: int) -> None:
+        """Send how many tokens a request may have at most, if that is not as before."""
+        if max_model_len != self._max_model_len:
+            self._max_model_len = max_model_len
+            self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
 
     def beat(self) -> None:
         """Send that there is no news, unless something is to be sent anyway."""

@@ -24,11 +24,14 @@ class RouterStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, router_id: str) -> RouterStream:
-        """Open a stream under a source of its own; the number is never used again."""
+    def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
+        """Open a stream under a source of its own; the number is never used again.
+
+        `max_model_len` is what the router is told as a welcome.
+        """
         self._num_opened += 1
         source = SourceId(self._num_opened)
-        stream = RouterStream(source, router_id, self._max_backlog_bytes)
+        stream = RouterStream(source, router_id, self._max_backlog_bytes, max_model_len)
         self._streams[source] = stream
         return stream
 
@@ -63,6 +66,11 @@ class RouterStreams:
         room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
         for stream in self._streams.values():
             stream.deliver(scheduler_pb2.StepOutput(room=room))
+
+    def tell_max_model_len(self, max_model_len: int) -> None:
+        """Tell each router how many tokens a request may have at most, unless it knows."""
+        for stream in self._streams.values():
+            stream.tell_max_model_len(max_model_len)
 
     def end_all(self, error: QuireError) -> None:
         """End all streams behind what is pending."""

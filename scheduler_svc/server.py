@@ -68,9 +68,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._fleet.cancel(source, seq_keys)
 
     async def beat(self) -> None:
-        """Let each router hear, until cancelled, that this process does not hang."""
+        """Let each router hear, until cancelled, that this process does not hang.
+
+        And what requests it takes, if that is not as before.
+        """
         while True:
             await asyncio.sleep(BEAT_S)
+            if (model := self._fleet.model_now()) is not None:
+                self._streams.tell_max_model_len(model.max_model_len)
             self._streams.beat()
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
@@ -83,7 +88,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Serve one router until its stream ends."""
         router_id = await _read_hello(requests)
         model = await self._fleet.model()
-        stream = self._streams.open(router_id)
+        stream = self._streams.open(router_id, model.max_model_len)
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:

@@ -135,7 +135,7 @@ class Refused(_message.Message):
     def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room")
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room", "max_model_len")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class StepOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_keys: bytes
     token_ids: bytes
@@ -154,7 +155,8 @@ class StepOutput(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SequencePromptLogprobs]
     pinned: _containers.RepeatedCompositeFieldContainer[SequencePinned]
     room: QueueRoom
-    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ...) -> None: ...
+    max_model_len: int
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class QueueRoom(_message.Message):
     __slots__ = ("num_sequences",)

@@ -225,6 +225,8 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
         merged.pinned.extend(output.pinned)
         if output.HasField("room"):
             merged.room.CopyFrom(output.room)
+        if output.HasField("max_model_len"):
+            merged.max_model_len = output.max_model_len
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4

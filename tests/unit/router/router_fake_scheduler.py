@@ -165,6 +165,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         step = scheduler_pb2.StepOutput(room=room)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
+    async def tell_max_model_len(self, max_model_len):
+        """Says how many tokens a request may have from now on."""
+        step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
     async def resumed(self, submit, first_seq_key, so_far=None):
         """Hands over a request that was submitted before; `so_far` is a StepOutput."""
         resumed = scheduler_pb2.Resumed(submit=submit, so_far=so_far)

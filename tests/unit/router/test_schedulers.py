@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 
+import grpc
 import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
@@ -16,7 +17,7 @@ from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
 from rpc.discovery import Discovery
-from rpc.errors import NotFoundError, UnavailableError
+from rpc.errors import NotFoundError, TooBusyError, UnavailableError
 from rpc.health import Health
 
 pytestmark = pytest.mark.timeout(20)
@@ -202,6 +203,59 @@ async def test_a_request_is_resumed_wherever_it_is(pool, pair):
         task.cancel()
 
 
+async def hears(fake, live, submit):
+    """Waits until the router has heard what this scheduler said before."""
+    await fake.step({submit.first_seq_key: [70]})
+    assert isinstance(await anext(live), OutputDelta)
+
+
+async def test_what_one_scheduler_refuses_goes_to_another_and_then_to_nobody(pool, pair):
+    full = grpc.StatusCode.RESOURCE_EXHAUSTED
+    live, submit, home, other = await place(pool, pair, (5, 6, 7), n=2)
+    await home.refuse(submit.first_seq_key, full, "the queue is full")
+    assert await other.submits.get() == submit
+    await hears(other, live, submit)
+    await live.aclose()
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    await home.refuse(submit.first_seq_key, full, "the queue is full")
+    await other.submits.get()
+    await other.refuse(submit.first_seq_key, full, "the queue is full here too", 0.25)
+    with pytest.raises(TooBusyError, match="here too") as refused:
+        await anext(live)
+    assert refused.value.retry_after_s == 0.25
+    assert home.submits.empty()
+
+
+async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    await home.tell_room(1)
+    await hears(home, live, submit)
+    for expected, n in ((other, 2), (home, 1), (other, 1)):  # its room is counted
+        each, _, got, _ = await place(pool, pair, (5, 6, 7), n=n)
+        assert got is expected
+        await each.aclose()
+    await home.tell_room()
+    await hears(home, live, submit)
+    each, _, got, _ = await place(pool, pair, (5, 6, 7))
+    assert got is home
+    await each.aclose()
+    await live.aclose()
+
+
+async def test_requests_may_be_as_long_as_all_schedulers_now_take(pool, pair):
+    homes = {}
+    for first in range(5, 40):  # until each has one
+        live, submit, home, _ = await place(pool, pair, (first, 6, 7))
+        homes.setdefault(home, (live, submit))
+    assert pool.inference.model.info().max_model_len == 64
+    for fake, told, expected in zip(
+        (*homes, *homes), (100, 90, 32, 90), (64, 90, 32, 32), strict=True
+    ):
+        await fake.tell_max_model_len(told)
+        await hears(fake, *homes[fake])
+        assert pool.inference.model.info().max_model_len == expected
+
+
 async def test_what_nobody_knows_is_not_found(pool, pair):
     request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
     resuming = asyncio.create_task(pool.inference.resume(request))
@@ -252,6 +306,15 @@ class TestChoice:
         prompts = [list(range(64)), [*range(64), 7], [*range(64), 8, 9]]
         assert len({choose(prompt, "s", 1, self.IDLE) for prompt in prompts}) == 1
         assert len({choose(prompts[0], str(salt), 1, self.IDLE) for salt in range(20)}) == 3
+
+    def test_one_without_room_is_left_out_unless_all_are(self):
+        full = [Candidate(name, 0, room=1) for name in "abc"]
+        for first in range(20):
+            index = choose([first], "", 2, self.IDLE)
+            assert choose([first], "", 2, full) == index
+            one_full = [*self.IDLE[:index], full[index], *self.IDLE[index + 1 :]]
+            assert choose([first], "", 2, one_full) != index
+            assert choose([first], "", 1, one_full) == index
 
     def test_the_requests_of_one_that_goes_move_and_no_others(self):
         for first in range(20):

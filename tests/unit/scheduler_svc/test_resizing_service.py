@@ -60,6 +60,17 @@ async def test_a_pool_that_has_grown_takes_what_was_too_long(tmp_path, worker):
         await router.disconnect()
 
 
+async def test_a_router_that_stays_is_told_how_long_a_sequence_may_be(tmp_path, worker):
+    async with running_scheduler(tmp_path, [worker.target]) as scheduler:
+        router = await FakeRouter(scheduler.target).connect()
+        assert router.welcome.model.max_model_len == 64
+        await resize(router, 40)
+        await router.read_until(lambda: router.messages)
+        (told,) = router.messages
+        assert told.step == scheduler_pb2.StepOutput(max_model_len=160)
+        await router.disconnect()
+
+
 async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
     """With their blocks moved below, and some of them preempted."""
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
