@@ -10,6 +10,7 @@ The processes are those of `quire up`, and so is all that they do: batching, pre
 """
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,13 @@ class LLM:
     Threads may share one.
     """
 
-    def __init__(self, model: str | Path | None = None, **flags: object) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, api_key: str = "", **flags: object
+    ) -> None:
         """Start the processes, and wait until they are ready.
 
         `model` is a Hugging Face model directory, by default the small model that Quire ships.
+        `api_key` is what calls of the service must have, by HTTP for one; this object's have it.
         `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. Raises
         ServiceStartError with what went wrong, TypeError for a flag that has no place here.
         """
@@ -75,7 +79,8 @@ class LLM:
             raise TypeError(f"LLM takes no {', '.join(refused)}: its service is its own")
         if model is not None:
             flags["model"] = model
-        self._service = PrivateService(flags)
+        self._api_key = api_key
+        self._service = PrivateService(flags, api_key)
 
     def generate(
         self,
@@ -120,7 +125,8 @@ class LLM:
                 rate = f"{num_tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else ""
                 bar.update(task, advance=1, rate=rate)
 
-            completions = _run(_generate(self._service.target, listed, each, options, on_done))
+            client = functools.partial(AsyncClient, self._service.target, api_key=self._api_key)
+            completions = _run(_generate(client, listed, each, options, on_done))
         return [
             Generation(prompt, done.request_id, done.outputs, done.usage, done.prompt)
             for prompt, done in zip(listed, completions, strict=True)
@@ -151,7 +157,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 async def _generate(
-    target: str,
+    open_client: Callable[[], AsyncClient],
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParams],
     options: GenerateOptions,
@@ -167,7 +173,7 @@ async def _generate(
             completions[i] = completion
             on_done(completion)
 
-    async with AsyncClient(target) as client:
+    async with open_client() as client:
         workers = [
             asyncio.create_task(work(client)) for _ in range(min(MAX_REQUESTS, len(prompts)))
         ]

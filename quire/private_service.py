@@ -34,10 +34,10 @@ class PrivateService:
     terminal reaches this process only, which then ends the service in order.
     """
 
-    def __init__(self, flags: Mapping[str, object]) -> None:
+    def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
         """Start it with these flags of `quire up`, and wait until it is ready.
 
-        Raises ServiceStartError.
+        With an `api_key` every call must have it. Raises ServiceStartError.
         """
         directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"
@@ -46,6 +46,7 @@ class PrivateService:
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
         ours = {"uds": socket, "attached": True, "detach": False, "demo": False}
         arguments = _arguments({**ports, **flags, **ours})  # before the environment's
+        key = {"QUIRE_API_KEY": api_key} if api_key else {}  # others see a command line
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own
                 [sys.executable, "-m", "quire.cli", "up", *arguments],
@@ -53,11 +54,12 @@ class PrivateService:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, **key},
             )
         # Also when the interpreter exits, or nobody has us any more.
         self._close = weakref.finalize(self, _end, self._process, directory, os.getpid())
         try:
-            self._wait_until_ready()
+            self._wait_until_ready(api_key)
         except BaseException:
             self.close()
             raise
@@ -82,8 +84,8 @@ class PrivateService:
     ) -> None:
         self.close()
 
-    def _wait_until_ready(self) -> None:
-        with Client(self.target) as client:
+    def _wait_until_ready(self, api_key: str) -> None:
+        with Client(self.target, api_key=api_key) as client:
             while True:
                 if self._process.poll() is not None:
                     raise ServiceStartError(self._last_words())

@@ -187,6 +187,7 @@ def plan(
         *("--scheduler", f"unix:{scheduler_socket}", *listen),
         *_flags(settings, _ROUTER),
         *(() if settings.reflection else ("--no-reflection",)),
+        *(() if settings.ui else ("--no-ui",)),
         group=0,
         **_secrets(settings),
     )

@@ -132,6 +132,8 @@ class UpSettings(ProcessSettings):
     the environment, since others see a command line."""
     api_keys_file: Path | None = None
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
+    ui: bool = True
+    """Whether the router has a web page at /ui: what the service is doing, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the requests to trace (--otlp-traces-endpoint), of those whose client has not said
     by a traceparent whether to; default: the router's, 0.01."""

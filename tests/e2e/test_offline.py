@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams, StructuredOutput
 from quire.cli.service_dir import running_services
 from quire.client import Client
 from quire.private_service import ServiceStartError
-from rpc.errors import InvalidArgumentError
+from rpc.errors import InvalidArgumentError, UnauthenticatedError
 from tests.e2e.child import START_S, STOP_S, eventually
 from tests.e2e.service import Service
 
@@ -50,6 +50,13 @@ def test_results_are_the_services_in_the_order_of_the_prompts(llm: LLM, service:
             assert generation.usage.completion_tokens == expected.usage.completion_tokens
     assert generations[0].outputs[0].finish_reason == "length"
     assert len(generations[2].outputs[0].logprobs[0].top) == 2
+
+
+def test_a_service_with_a_key_obeys_its_owner_alone(long_llama: Path) -> None:
+    with LLM(model=long_llama, api_key="a-key", simulate=1, num_blocks=64) as llm:
+        assert len(llm.generate(["one", "two"], GREEDY, progress=False)) == 2
+        with Client(llm._service.target) as client, pytest.raises(UnauthenticatedError):
+            client.generate_once("one", GREEDY)
 
 
 def test_one_prompt_may_be_text_or_token_ids(llm: LLM) -> None:

@@ -77,6 +77,14 @@ def test_bad_value_is_named_with_its_flag(argv, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
+def test_only_the_router_hears_that_there_shall_be_no_page():
+    router_flags = {
+        flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--no-ui" in spec.argv]
+        for flags in ((), ("--no-ui",))
+    }
+    assert router_flags == {(): [], ("--no-ui",): ["router"]}
+
+
 def test_processes_are_joined_by_sockets_in_the_private_directory():
     worker, scheduler, router = plan(parse_up()).specs
     assert value_of("--uds", worker.argv) == "/run/quire/worker-0.sock"
