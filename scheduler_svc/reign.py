@@ -48,11 +48,12 @@ async def wait_for_vacancy(
     vacant_since_s: float | None = None
     while True:
         sights = await _look(workers, tls)
-        if not sights or any(sight.has_scheduler for sight in sights):
+        # Who does not answer, busy as it is, says nothing about what was before.
+        if any(sight.has_scheduler for sight in sights):
             vacant_since_s = None
-        elif vacant_since_s is None:
+        elif sights and vacant_since_s is None:
             vacant_since_s = loop.time()
-        elif loop.time() - vacant_since_s >= absence_s:
+        elif sights and vacant_since_s is not None and loop.time() - vacant_since_s >= absence_s:
             log.warning("no worker has a scheduler: taking over", absent_for_s=absence_s)
             return
         await asyncio.sleep(_LOOK_S)

@@ -12,7 +12,7 @@ from quire.cli.settings import ProbeSettings
 from rpc.settings import parse_settings
 
 _POLL_S = 0.1
-_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,20 @@ async def _probe_once(address: str, *, tls: bool) -> Readiness | None:
 
 
 async def probe(
-    session: aiohttp.ClientSession, address: str, *, tls: bool = False
+    session: aiohttp.ClientSession,
+    address: str,
+    *,
+    tls: bool = False,
+    timeout_s: float = _TIMEOUT_S,
 ) -> Readiness | None:
-    """Ask the process at `address`, "host:port"; None if nothing answers.
+    """Ask the process at `address`, "host:port"; None if nothing answers in time.
 
     A certificate is not looked at, as kubelets do not: nothing is told to who answers.
     """
     url = f"{'https' if tls else 'http'}://{address}/ready"
     try:
-        async with session.get(url, timeout=_TIMEOUT, ssl=False) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.get(url, timeout=timeout, ssl=False) as response:
             body = await response.json(content_type=None)
             progress = body.get("progress")
             return Readiness(

@@ -18,6 +18,8 @@ from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0
+_PROBE_TIMEOUT_S = 10.0
+"""On a machine that is busy a process takes its time, and is no less there."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +67,12 @@ async def _probe_all(service: ServiceInfo) -> list[Readiness | None]:
     async with aiohttp.ClientSession() as session:
         return await asyncio.gather(
             *(
-                probe(session, process.http_address, tls=service.has_tls)
+                probe(
+                    session,
+                    process.http_address,
+                    tls=service.has_tls,
+                    timeout_s=_PROBE_TIMEOUT_S,
+                )
                 for process in service.processes
             )
         )

@@ -20,7 +20,7 @@ _POLL_S = 0.02
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T | None], what: str, within_s: float = 10.0) -> T:
+def eventually(look: Callable[[], T | None], what: str, within_s: float = START_S) -> T:
     """Looks until there is something to return; fails, saying what was waited for."""
     deadline = time.monotonic() + within_s
     while True:

@@ -177,7 +177,7 @@ class Service:
     def load(self) -> common_pb2.Load:
         return self.stub.GetLoad(inference_pb2.GetLoadRequest(), timeout=10).load
 
-    def wait_until_idle(self, within_s: float = 10.0) -> common_pb2.Load:
+    def wait_until_idle(self, within_s: float = START_S) -> common_pb2.Load:
         """Waits until nothing runs or waits and no block is held; returns the load."""
 
         def idle() -> common_pb2.Load | None:

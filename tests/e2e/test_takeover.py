@@ -26,6 +26,7 @@ REQUESTS = (
     generate_request("def form(", temperature=1.0, seed=7, structured=FORM, max_tokens=120),
 )
 SCHEDULER = ["--preemption-mode=swap"]
+_TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +43,16 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
 
     def read_one(request: inference_pb2.GenerateRequest) -> Result:
         result = Result()
-        for response in service.stub.Generate(request, timeout=120):
+        for response in service.stub.Generate(request, timeout=_TIMEOUT_S):
             result.add(response)
             has_begun.set()
         return result
 
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         results: list[Future[Result]] = [pool.submit(read_one, request) for request in REQUESTS]
-        assert has_begun.wait(60)
+        assert has_begun.wait(_TIMEOUT_S)
         disturb()
-        return [result.result(timeout=90) for result in results]
+        return [result.result(timeout=_TIMEOUT_S) for result in results]
 
 
 @pytest.fixture(scope="module")

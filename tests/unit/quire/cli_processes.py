@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
+"""Far above what it takes: four interpreters start, at times beside everybody else's tests."""
 
 
 def is_alive(pid: int) -> bool:
