@@ -73,6 +73,7 @@ class Attempts:
     ) -> None:
         self._routers = routers
         self._router = routers.current
+        self._started_s = time.monotonic()
         self._request = request
         self._continuation = continuation
         self._time_limit = time_limit
@@ -91,6 +92,7 @@ class Attempts:
     def stream(self, trace: Sequence[tuple[str, str]] = ()) -> Any:
         """Begin the next call, which streams; `trace` is metadata that makes it part of one."""
         self._router = self._routers.current
+        self._started_s = time.monotonic()
         can_go_on = self._continuation.is_resumable
         return start_call(
             self._router.resuming_stub if can_go_on else self._router.stub,
@@ -121,7 +123,8 @@ class Attempts:
 
         Raises `error` if there is no use in another, or no time.
         """
-        delay_s = self._continuation.failed(error, time.monotonic())
+        now_s = time.monotonic()
+        delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         self._routers.failed(self._router, error)
         return delay_s

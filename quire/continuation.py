@@ -22,6 +22,8 @@ from rpc.errors import (
 )
 
 _SEED_BITS = 63
+_REFUSED_WITHIN_S = 1.0
+"""A call that ends as UNAVAILABLE later than that was not refused: its connection has gone."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class Continuation:
         self._is_resuming = False
         self._is_accepted = False
         """Whether any call has brought an event."""
+        self._may_be_live = False
+        """Whether a call was lost that the service may have accepted."""
         self._num_failures = 0
         """Since the last event that was new."""
         self._failing_since = 0.0
@@ -169,11 +173,11 @@ class Continuation:
         if not self.is_complete:
             raise UnavailableError("the stream ended before its usage")
 
-    def failed(self, error: QuireError, now: float) -> float:
+    def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
         """Take the failure of the present call; give how long to wait before the next.
 
         Raises `error` if there is no use in another. `now` is in seconds, on a clock that only goes
-        forward.
+        forward; `took_s` is how long the call lasted.
         """
         if self._num_failures == 0:
             self._failing_since = now
@@ -188,9 +192,10 @@ class Continuation:
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():
                 self._is_resuming = self.is_resumable
+                self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
             case _:
                 raise error
-        if self.is_resumable and self._is_accepted:
+        if self.is_resumable and (self._is_accepted or self._may_be_live):
             may_go_on = now + delay_s - self._failing_since <= self._policy.resume_within_s
         else:
             may_go_on = self._budget.failed() and self._num_failures < self._policy.max_attempts

@@ -111,6 +111,20 @@ def test_it_gives_up_when_nothing_has_come_for_long_enough():
     continuation.failed(LOST, 200.0)
 
 
+def test_a_call_that_was_lost_before_its_first_event_is_gone_on_with_as_long():
+    budget = RetryBudget(capacity=2)
+    continuation = make(policy=Retry(resume_within_s=5, max_attempts=2), budget=budget)
+    continuation.failed(LOST, 100.0, took_s=3.0)
+    for error in (NotFoundError("gone"), LOST, LOST):
+        continuation.failed(error, 104.0)
+    with pytest.raises(UnavailableError):
+        continuation.failed(LOST, 105.0)
+    refused = make(policy=Retry(max_attempts=2))
+    refused.failed(LOST, 100.0, took_s=0.1)
+    with pytest.raises(UnavailableError):
+        refused.failed(LOST, 100.2, took_s=0.1)
+
+
 def test_the_service_says_when_to_come_back():
     continuation = make()
     assert continuation.failed(TooBusyError("full", retry_after_s=7.5), 0.0) == 7.5

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 
+import grpc
 import grpc.aio
 import pytest
 
@@ -27,6 +28,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def wait_for_looks(self, num_looks):
         async with self.looked:
             await self.looked.wait_for(lambda: self.num_looks >= num_looks)
+
+
+class BusyWorker(FakeWorker):
+    """Answers every other time."""
+
+    async def DescribeDevice(self, request, context):  # noqa: N802
+        answer = await super().DescribeDevice(request, context)
+        if self.num_looks % 2 == 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+        return answer
 
 
 @pytest.fixture
@@ -63,6 +74,11 @@ async def test_one_that_stands_by_waits_while_a_worker_has_a_scheduler(serve):
     assert not waiting.done()
     one.has_scheduler = False
     await waiting
+
+
+@pytest.mark.timeout(20)
+async def test_one_that_stands_by_does_not_wait_for_every_answer(serve):
+    await wait_for_vacancy(Discovery([await serve(BusyWorker())]), absence_s=0.3)
 
 
 async def test_one_that_stands_by_waits_for_a_worker(serve, tmp_path):
