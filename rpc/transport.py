@@ -27,11 +27,13 @@ class Pings:
     """How long nothing is heard before one is sent."""
     timeout_ms: int
     """How long the answer may take."""
+    are_sent_idly: bool
+    """Whether also while there is no call."""
 
 
-PATIENT = Pings(after_ms=10_000, timeout_ms=20_000)
+PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
 """For calls that are lost with their connection: a pause is better."""
-QUICK = Pings(after_ms=1_000, timeout_ms=2_000)
+QUICK = Pings(after_ms=1_000, timeout_ms=2_000, are_sent_idly=False)
 """For calls that can go on elsewhere. gRPC sends no more than one ping a second."""
 
 
@@ -54,7 +56,7 @@ def channel_options(
         ("grpc.keepalive_timeout_ms", pings.timeout_ms),
         # Without it an unanswered ping ends the connection after a minute, whatever the others say.
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),
         # The spelling with `min_recv_` is ignored silently.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
