@@ -34,8 +34,10 @@ class _Received:
     texts: list[str] = field(default_factory=list)
     num_text_bytes: int = 0
     finished: bool = False
+    is_finished_again: bool = False
+    """Whether the service has said so since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
-    """Those of `token_ids` that the present stream has yet to repeat."""
+    """Those of `token_ids` that the service has yet to repeat, since it was sent anew."""
     text_to_repeat: str = ""
 
 
@@ -90,20 +92,21 @@ class Continuation:
 
     def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
         """Make the request of the next call."""
-        for output in self._outputs.values():
-            again = not self._is_resuming
-            output.token_ids_to_repeat = output.token_ids[:] if again else ()
-            output.text_to_repeat = "".join(output.texts) if again else ""
         if not self._is_resuming:
+            for output in self._outputs.values():
+                output.is_finished_again = False
+                output.token_ids_to_repeat = output.token_ids[:]
+                output.text_to_repeat = "".join(output.texts)
             return self._request
+        # What is left to repeat, if the stream that repeated it broke, is nothing to leave out.
         return inference_pb2.ResumeRequest(
             request_id=self._request.request_id,
             received=[
                 inference_pb2.OutputReceived(
                     output_index=index,
-                    num_tokens=len(output.token_ids),
-                    num_text_bytes=output.num_text_bytes,
-                    finished=output.finished,
+                    num_tokens=len(output.token_ids) - len(output.token_ids_to_repeat),
+                    num_text_bytes=output.num_text_bytes - len(output.text_to_repeat.encode()),
+                    finished=output.is_finished_again,
                 )
                 for index, output in self._outputs.items()
             ],
@@ -129,7 +132,8 @@ class Continuation:
                 return self._take_delta(event) if self.is_resumable else event
             case OutputFinished():
                 output = self._outputs.setdefault(event.output_index, _Received())
-                is_new, output.finished = not output.finished, True
+                is_new = not output.finished
+                output.finished = output.is_finished_again = True
                 return event if is_new else None
             case PromptScores():
                 is_new, self._has_prompt_scores = not self._has_prompt_scores, True

@@ -82,6 +82,28 @@ def test_what_cannot_be_resumed_is_sent_anew_and_what_came_is_left_out(error):
     assert continuation.take(delta(4, [5], "e")) == delta(4, [5], "e")
 
 
+def test_one_that_breaks_while_it_repeats_is_resumed_behind_what_it_has_repeated():
+    continuation = make(request_id="r")
+    continuation.take(delta(0, [1, 2, 3], "aéc"))
+    continuation.take(delta(0, [9], "x", index=1))
+    continuation.take(OutputFinished(1, FinishReason.STOP))
+    for error in (LOST, NotFoundError("gone")):
+        continuation.failed(error, 0.0)
+        continuation.next_request()
+    assert continuation.take(delta(0, [1, 2], "aé")) is None
+    continuation.failed(LOST, 0.1)
+    assert continuation.next_request() == inference_pb2.ResumeRequest(
+        request_id="r",
+        received=[
+            inference_pb2.OutputReceived(output_index=0, num_tokens=2, num_text_bytes=3),
+            inference_pb2.OutputReceived(output_index=1),
+        ],
+    )
+    assert continuation.take(delta(2, [3, 4], "cd")) == delta(3, [4], "d")
+    assert continuation.take(delta(0, [9], "x", index=1)) is None
+    assert continuation.take(OutputFinished(1, FinishReason.STOP)) is None
+
+
 @pytest.mark.parametrize("other", [delta(0, [1, 7], "ab"), delta(0, [1, 2], "ax")])
 def test_what_comes_again_otherwise_is_an_error(other):
     continuation = make()
