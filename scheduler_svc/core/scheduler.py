@@ -278,8 +278,9 @@ class Scheduler:
             num_taken += num_new + sum(self._pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_taken, num_rows):
                 num_short = num_taken - self._pool.num_free
-                if self._running or self._steps.hold_blocks or not self._pins.give_up(num_short):
-                    return
+                is_waited_for = self._running or self._steps.hold_blocks
+                if is_waited_for or num_short <= 0 or not self._pins.give_up(num_short):
+                    return  # in the second case rows are short, which pins have none of
                 continue
             if self._tier.loses_evicted and num_new > self._pool.num_blank:
                 return  # one step later nothing is lost
