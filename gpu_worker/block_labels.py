@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.holdings import HeldBlocks, Labels
+from gpu_worker.holdings import HeldBlocks, Holdings, Labels
+from gpu_worker.label_pins import LabelPins
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
 
@@ -77,6 +78,7 @@ class BlockLabels:
         self.device = TierLabels(limits.num_blocks)
         self.host = TierLabels(limits.num_host_blocks)
         self.disk = TierLabels(limits.num_disk_blocks)
+        self._pins = LabelPins(limits.num_blocks)
         self._block_size = limits.block_size
         self._is_void = np.zeros(limits.num_blocks, np.bool_)
         self._num_given = 0
@@ -87,6 +89,7 @@ class BlockLabels:
     def apply(self, step: StepInput, rows: Rows, scheduled: ScheduledRows) -> None:
         """Follow a step: what it names, what it moves, what it writes; moves do not fail here."""
         self._name(step.labelled_block_ids, step.labels)
+        self._pins.pin(step.pins)
         self._begin_disk_moves(step)
         if len(step.swap_out_src_block_ids):
             self.host.give(
@@ -99,6 +102,16 @@ class BlockLabels:
             self.device.give(step.copy_dst_block_ids, *self.device.of(src))
             self._is_void[step.copy_dst_block_ids] = self._is_void[src]
         self._write(rows, scheduled)
+
+    def holdings(self, rows: Rows) -> Holdings:
+        """All that the next scheduler is told of, once all results have arrived."""
+        return Holdings(
+            rows.held(self.has_void),
+            self.device.held(),
+            self.host.held(),
+            self.disk.held(),
+            self._pins.held(),
+        )
 
     def fail_swap_ins(self, step: StepInput, failed: Int32Array) -> None:
         """Note which of a step's swap-ins have failed: their sources are bad, their targets void.
@@ -149,11 +162,13 @@ class BlockLabels:
         for tier in (self.device, self.host, self.disk):
             tier.clear()
         self._is_void[:] = False
+        self._pins.clear()
         self.forget_disk_moves()
 
     def resize_device(self, num_blocks: int) -> None:
         """Have `num_blocks` device blocks."""
         self.device.resize(num_blocks)
+        self._pins.max_pins = num_blocks
         self._is_void = _resized(self._is_void, num_blocks)
 
     def has_void(self, blocks: Int32Array) -> bool:

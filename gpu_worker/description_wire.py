@@ -78,6 +78,12 @@ def holdings_to_proto(holdings: Holdings) -> Iterator[worker_pb2.ReadHoldingsRes
                 labels=blocks.labels[chosen].tobytes(),
             )
             yield worker_pb2.ReadHoldingsResponse(**{tier: held})  # type: ignore[arg-type]
+    for first in range(0, len(holdings.pins), _MAX_LABELS):
+        pins = holdings.pins[first : first + _MAX_LABELS]
+        held_pins = worker_pb2.HeldPins(
+            labels=b"".join(label for label, _ in pins), left_s=[left_s for _, left_s in pins]
+        )
+        yield worker_pb2.ReadHoldingsResponse(pins=held_pins)
 
 
 def _held_row_to_proto(row: HeldRow) -> worker_pb2.HeldRow:

@@ -182,12 +182,7 @@ class Executor:
         if self._disk_pool is not None:
             self._disk_pool.synchronize()
             self._end_disk_moves(self._disk_pool.take_ended(sys.maxsize))
-        holdings = Holdings(
-            self.rows.held(self.labels.has_void),
-            self.labels.device.held(),
-            self.labels.host.held(),
-            self.labels.disk.held(),
-        )
+        holdings = self.labels.holdings(self.rows)
         self._forget_sequences()
         return holdings
 

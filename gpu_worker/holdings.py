@@ -46,3 +46,5 @@ class Holdings:
     device: HeldBlocks = NO_BLOCKS
     host: HeldBlocks = NO_BLOCKS
     disk: HeldBlocks = NO_BLOCKS
+    pins: tuple[tuple[bytes, float], ...] = ()
+    """Labels that the scheduler keeps, and for how many seconds more, in the order of naming."""

@@ -119,6 +119,8 @@ class StepInput:
     """Device blocks whose content, as it is before this step, gets a name."""
     labels: npt.NDArray[np.uint8] = field(default_factory=_no_labels)
     """uint8[N, 32], parallel to it."""
+    pins: tuple[tuple[bytes, float], ...] = ()
+    """Labels that the scheduler keeps for a time, and for how many seconds from now on."""
     serialize: Callable[[], bytes] | None = None
     """Gives the message that it came in, for other ranks of a group; None: it came in none."""
 

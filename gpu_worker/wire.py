@@ -8,6 +8,7 @@ from gpu_worker.field_checks import (
     require_distinct,
     require_number,
     require_parallel,
+    require_positive,
     require_range,
 )
 from gpu_worker.sampling_wire import sampling_params_from_proto
@@ -26,6 +27,7 @@ from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 
 _IDENTITY_BYTES = 32
+_MAX_PIN_S = 10**6
 
 
 def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepInput:
@@ -80,7 +82,8 @@ def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepIn
         chunk_rows=chunk_rows,
         chunk_lens=chunk_lens,
         labelled_block_ids=labelled,
-        labels=_labels(batch.labels, len(labelled)),
+        labels=_labels(batch.labels, "labels", "labelled_block_ids", len(labelled)),
+        pins=_pins(batch),
         serialize=batch.SerializeToString,
     )
 
@@ -204,15 +207,24 @@ def _blocks(packed: bytes, field: str, num_blocks: int) -> Int32Array:
     return block_ids
 
 
-def _labels(packed: bytes, num_blocks: int) -> npt.NDArray[np.uint8]:
-    """uint8[num_blocks, 32]."""
-    if len(packed) != LABEL_BYTES * num_blocks:
+def _labels(packed: bytes, field: str, other: str, count: int) -> npt.NDArray[np.uint8]:
+    """uint8[count, 32]."""
+    if len(packed) != LABEL_BYTES * count:
         raise InvalidArgumentError(
-            "labels",
-            f"has {len(packed)} bytes; it must have {LABEL_BYTES} for each of labelled_block_ids, "
-            f"{num_blocks}",
+            field,
+            f"has {len(packed)} bytes; it must have {LABEL_BYTES} for each of {other}, {count}",
         )
-    return np.frombuffer(packed, np.uint8).reshape(num_blocks, LABEL_BYTES)
+    return np.frombuffer(packed, np.uint8).reshape(count, LABEL_BYTES)
+
+
+def _pins(batch: worker_pb2.StepBatch) -> tuple[tuple[bytes, float], ...]:
+    if not (batch.pinned_labels or batch.pinned_s):  # as in almost every batch
+        return ()
+    labels = _labels(batch.pinned_labels, "pinned_labels", "pinned_s", len(batch.pinned_s))
+    for seconds in batch.pinned_s:
+        require_positive("pinned_s", seconds, _MAX_PIN_S)
+    names = (label.tobytes() for label in labels)
+    return tuple(zip(names, batch.pinned_s, strict=True))
 
 
 def _moves(

@@ -89,12 +89,7 @@ class SimulatedSteps:
         Returns:
             What there was; disk moves under way are lost.
         """
-        holdings = Holdings(
-            self._rows.held(self._labels.has_void),
-            self._labels.device.held(),
-            self._labels.host.held(),
-            self._labels.disk.held(),
-        )
+        holdings = self._labels.holdings(self._rows)
         self._forget()
         self._attachment = attachment
         return holdings

@@ -48,16 +48,18 @@ class ReadHoldingsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class ReadHoldingsResponse(_message.Message):
-    __slots__ = ("rows", "device", "host", "disk")
+    __slots__ = ("rows", "device", "host", "disk", "pins")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[HeldRow]
     device: HeldBlocks
     host: HeldBlocks
     disk: HeldBlocks
-    def __init__(self, rows: _Optional[_Iterable[_Union[HeldRow, _Mapping]]] = ..., device: _Optional[_Union[HeldBlocks, _Mapping]] = ..., host: _Optional[_Union[HeldBlocks, _Mapping]] = ..., disk: _Optional[_Union[HeldBlocks, _Mapping]] = ...) -> None: ...
+    pins: HeldPins
+    def __init__(self, rows: _Optional[_Iterable[_Union[HeldRow, _Mapping]]] = ..., device: _Optional[_Union[HeldBlocks, _Mapping]] = ..., host: _Optional[_Union[HeldBlocks, _Mapping]] = ..., disk: _Optional[_Union[HeldBlocks, _Mapping]] = ..., pins: _Optional[_Union[HeldPins, _Mapping]] = ...) -> None: ...
 
 class HeldRow(_message.Message):
     __slots__ = ("identity", "token_ids", "num_computed_tokens", "block_ids", "has_stopped", "had_logprobs")
@@ -82,6 +84,14 @@ class HeldBlocks(_message.Message):
     block_ids: bytes
     labels: bytes
     def __init__(self, block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ...) -> None: ...
+
+class HeldPins(_message.Message):
+    __slots__ = ("labels", "left_s")
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    labels: bytes
+    left_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, labels: _Optional[bytes] = ..., left_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks")
@@ -126,7 +136,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
-    __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels")
+    __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels", "pinned_labels", "pinned_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +151,8 @@ class StepBatch(_message.Message):
     RENAMED_DST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LABELLED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_LABELS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     released_rows: bytes
@@ -155,7 +167,9 @@ class StepBatch(_message.Message):
     renamed_dst_block_ids: bytes
     labelled_block_ids: bytes
     labels: bytes
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., renamed_src_block_ids: _Optional[bytes] = ..., renamed_dst_block_ids: _Optional[bytes] = ..., labelled_block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ...) -> None: ...
+    pinned_labels: bytes
+    pinned_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., renamed_src_block_ids: _Optional[bytes] = ..., renamed_dst_block_ids: _Optional[bytes] = ..., labelled_block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ..., pinned_labels: _Optional[bytes] = ..., pinned_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
     __slots__ = ("seq_id", "row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "max_total_tokens", "traceparent", "output_index", "identity")

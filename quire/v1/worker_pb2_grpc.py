@@ -44,7 +44,8 @@ class WorkerServiceStub(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken.
+    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
+    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them
@@ -128,7 +129,8 @@ class WorkerServiceServicer(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken.
+    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
+    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them
@@ -281,7 +283,8 @@ class WorkerService(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken.
+    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
+    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them

@@ -45,6 +45,9 @@ class Holdings:
     device: HeldBlocks[DeviceBlockId] = HeldBlocks()
     host: HeldBlocks[HostBlockId] = HeldBlocks()
     disk: HeldBlocks[DiskBlockId] = HeldBlocks()
+    pins: tuple[tuple[BlockHash, float], ...] = ()
+    """Names of contents that were kept in the prefix cache, and for how many seconds more; of each
+    prompt from its beginning."""
 
     @property
     def is_anything(self) -> bool:

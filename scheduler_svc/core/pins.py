@@ -3,10 +3,14 @@
 A pin is a reference to a device block. It is a promise as good as there is room: pins together hold
 a share of the blocks at most, and when a sequence could not run at all otherwise, they go, those
 that would end first before the others.
+
+The worker is told, by the names of the contents, so that a later scheduler has the pins that its
+quota has room for. It is not told of those that end early: there may be room again.
 """
 
 from collections.abc import Iterable, Sequence
 
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.marked_heap import MarkedHeap
@@ -26,6 +30,7 @@ class Pins:
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
         self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
+        self._untold: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
         self._next_end = float("inf")  # no pin ends before that
 
     @property
@@ -59,13 +64,33 @@ class Pins:
                 self._loading.append((seq, until))
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
-                num_tokens = self._pin(self._pool.find(hashes), until) * self._block_size
+                num_tokens = self._pin(hashes, until) * self._block_size
                 self._news += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_news(self) -> tuple[Pinned, ...]:
         """Return which prompts were pinned since the last call."""
         news, self._news = self._news, ()
         return news
+
+    def take_untold(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
+        """Return names of what was pinned since the last call, and for how many seconds."""
+        if not self._untold:  # as in almost every step
+            return ()
+        untold, self._untold = self._untold, []
+        return tuple((name, until - now) for name, until in untold if until > now)
+
+    def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
+        """Have the pins of a scheduler before, as far as their blocks are cached and there is room.
+
+        Args:
+            pins: Names, and for how many seconds from now; of each prompt from its beginning.
+            now: The time.
+        """
+        for place, (name, left_s) in enumerate(pins):
+            for block in self._pool.find([name]):
+                self._pool.share([block])
+                self._set_end(block, now + left_s, -place)
+        self.keep_within_share()
 
     def expire(self, now: float) -> None:
         """Let go of what has been pinned for its time."""
@@ -101,12 +126,11 @@ class Pins:
         """Follow a pinned block to its new number."""
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
-        self._ends[dst] = end, place
-        self._by_end.push((end,), dst, place)
+        self._set_end(dst, end, place)
 
-    def _pin(self, blocks: Sequence[DeviceBlockId], until: float) -> int:
-        """Pin the first of `blocks`, or pin them for longer; return how many there was room for."""
-        self._next_end = min(self._next_end, until)
+    def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
+        """Pin what the first of `hashes` name, or for longer; return how many there is room for."""
+        blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
                 if len(self._ends) >= self._max_blocks:
@@ -117,9 +141,14 @@ class Pins:
             else:
                 self._by_end.discard(block)
             # A prefix ends no sooner than what continues it, and among equals after it.
-            self._ends[block] = until, -index
-            self._by_end.push((until,), block, -index)
+            self._set_end(block, until, -index)
+            self._untold.append((hashes[index], until))
         return len(blocks)
+
+    def _set_end(self, block: DeviceBlockId, until: float, place: int) -> None:
+        self._next_end = min(self._next_end, until)
+        self._ends[block] = until, place
+        self._by_end.push((until,), block, place)
 
     def _let_go(self, block: DeviceBlockId) -> None:
         del self._ends[block]

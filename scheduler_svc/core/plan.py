@@ -11,6 +11,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.request import FinishReason, SeqId, SeqKey, SourceId
 
 StepId = NewType("StepId", int)
@@ -120,6 +121,9 @@ class StepPlan:
     """Device blocks whose content, as it is before this step, is named by `labels`."""
     labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 32), np.uint8))
     """uint8[N, 32]: hashes."""
+    pins: tuple[tuple[BlockHash, float], ...] = ()
+    """Names of contents that are kept in the prefix cache, and for how many seconds; of each prompt
+    from its beginning. For a later scheduler."""
     turns: tuple[Started | Preempted, ...] = ()
     """What traced sequences got and lost since the plan before, in order; nothing of searches. For
     the trace, not for the worker."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.plan import (
     Int32Array,
@@ -49,6 +50,7 @@ class PlanDraft:
     long_prefills: list[Sequence] = field(default_factory=list)
     """Those that have left a part of the budget to others, and may have what these do not use."""
 
+    pins: tuple[tuple[BlockHash, float], ...] = ()
     turns: tuple[Started | Preempted, ...] = ()
     paced_budget: int | None = None
     """Tokens of paced sequences this step may still compute; None: as many as of others."""
@@ -100,5 +102,6 @@ class PlanDraft:
             disk_load_dst_block_ids=ints(self.disk_load_dst),
             labelled_block_ids=labels[0],
             labels=labels[1],
+            pins=self.pins,
             turns=self.turns,
         )

@@ -164,6 +164,7 @@ class Scheduler:
             self._defragmenter.plan(draft, len(self._steps))
         plan = None
         if draft.num_decodes or draft.chunk_lens or draft.copy_src or self._running.must_send:
+            draft.pins = self._pins.take_untold(now)
             plan = self._running.send(draft)
         self._step_planned()
         return plan

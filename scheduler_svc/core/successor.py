@@ -8,6 +8,7 @@ What is known of it, and what becomes of that:
     one that was swapped out    nothing but the names of its blocks, the partial tail included;
                                 found by the tokens that its request comes with, it is SWAPPED again
     blocks that are named       are cached: the prefix cache is as it was, in all tiers
+    names that are pinned       are pinned for the rest of their time
 
 Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or until somebody
 could not run otherwise. Then what is named among them stays in the cache, and the rest is free.
@@ -59,6 +60,7 @@ class Successor(Replica):
         self._pool.restore(tables, device.block_ids, device.hashes)
         self._tier.pool.restore((), host.block_ids, host.hashes)
         self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
+        self._pins.restore(holdings.pins, now)
 
     @property
     def unclaimed(self) -> list[HeldRow]:

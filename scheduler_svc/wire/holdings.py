@@ -13,6 +13,9 @@ from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, 
 from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.domain import WorkerInfo
 
+_MAX_PIN_S = 10**6
+"""Ample: a request may ask for a day."""
+
 
 def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Holdings:
     """Put the parts together, in the order in which they came.
@@ -28,6 +31,7 @@ def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Hol
         device=_blocks_from_proto([part.device for part in parts], "device", DeviceBlockId),
         host=_blocks_from_proto([part.host for part in parts], "host", HostBlockId),
         disk=_blocks_from_proto([part.disk for part in parts], "disk", DiskBlockId),
+        pins=tuple(pin for part in parts for pin in _pins_from_proto(part.pins)),
     )
 
 
@@ -49,6 +53,7 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
     _check_blocks("device.block_ids", holdings.device.block_ids, info.num_blocks)
     _check_blocks("host.block_ids", holdings.host.block_ids, info.num_host_blocks)
     _check_blocks("disk.block_ids", holdings.disk.block_ids, info.num_disk_blocks)
+    _check_pins(holdings.pins)
 
 
 def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
@@ -68,6 +73,10 @@ def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
         device=_blocks_to_proto(holdings.device),
         host=_blocks_to_proto(holdings.host),
         disk=_blocks_to_proto(holdings.disk),
+        pins=worker_pb2.HeldPins(
+            labels=b"".join(name for name, _ in holdings.pins),
+            left_s=[left_s for _, left_s in holdings.pins],
+        ),
     )
 
 
@@ -87,19 +96,29 @@ def _blocks_from_proto(
     parts: list[worker_pb2.HeldBlocks], tier: str, block_id: Callable[[int], BlockIdT]
 ) -> HeldBlocks[BlockIdT]:
     blocks = [unpack_int32(part.block_ids, f"{tier}.block_ids").tolist() for part in parts]
-    for part, ids in zip(parts, blocks, strict=True):
-        if len(part.labels) != HASH_BYTES * len(ids):
-            raise InvalidArgumentError(
-                f"{tier}.labels",
-                f"has {len(part.labels)} bytes; it must have {HASH_BYTES} for each of "
-                f"{tier}.block_ids, {len(ids)}",
-            )
     hashes = [
-        BlockHash(part.labels[start : start + HASH_BYTES])
-        for part in parts
-        for start in range(0, len(part.labels), HASH_BYTES)
+        block_hash
+        for part, ids in zip(parts, blocks, strict=True)
+        for block_hash in _hashes_from_proto(part.labels, f"{tier}.labels", "block_ids", len(ids))
     ]
     return HeldBlocks([block_id(block) for block in chain.from_iterable(blocks)], hashes)
+
+
+def _pins_from_proto(message: worker_pb2.HeldPins) -> Iterable[tuple[BlockHash, float]]:
+    hashes = _hashes_from_proto(message.labels, "pins.labels", "left_s", len(message.left_s))
+    return zip(hashes, message.left_s, strict=True)
+
+
+def _hashes_from_proto(labels: bytes, field: str, other: str, count: int) -> list[BlockHash]:
+    """Split labels, of which there must be `count`, one for each of `other`."""
+    if len(labels) != HASH_BYTES * count:
+        raise InvalidArgumentError(
+            field,
+            f"has {len(labels)} bytes; it must have {HASH_BYTES} for each of {other}, {count}",
+        )
+    return [
+        BlockHash(labels[start : start + HASH_BYTES]) for start in range(0, len(labels), HASH_BYTES)
+    ]
 
 
 def _blocks_to_proto(blocks: HeldBlocks[BlockIdT]) -> worker_pb2.HeldBlocks:
@@ -122,6 +141,18 @@ def _check_blocks(field: str, block_ids: Iterable[int], num_blocks: int) -> None
         raise InvalidArgumentError(
             field, f"has {wrong[0]}; values must be in [0, {num_blocks - 1}]"
         )
+
+
+def _check_pins(pins: Iterable[tuple[BlockHash, float]]) -> None:
+    names: set[BlockHash] = set()
+    for name, left_s in pins:
+        if not 0 < left_s <= _MAX_PIN_S:  # false for NaN
+            raise InvalidArgumentError(
+                "pins.left_s", f"has {left_s}; values must be in (0, {_MAX_PIN_S}]"
+            )
+        if name in names:
+            raise InvalidArgumentError("pins.labels", "has a label twice; each may occur once")
+        names.add(name)
 
 
 def _check_tokens(row: HeldRow, vocab_size: int) -> None:

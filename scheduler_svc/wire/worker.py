@@ -47,6 +47,9 @@ def plan_to_proto(plan: StepPlan, epoch: int, step_id_base: int) -> worker_pb2.S
     if plan.labelled_block_ids.size:
         batch.labelled_block_ids = pack_int32(plan.labelled_block_ids)
         batch.labels = plan.labels.tobytes()
+    if plan.pins:
+        batch.pinned_labels = b"".join(name for name, _ in plan.pins)
+        batch.pinned_s.extend(seconds for _, seconds in plan.pins)
     if plan.renamed_src_block_ids.size:
         batch.renamed_src_block_ids = pack_int32(plan.renamed_src_block_ids)
         batch.renamed_dst_block_ids = pack_int32(plan.renamed_dst_block_ids)

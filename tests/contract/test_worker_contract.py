@@ -33,6 +33,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     message = batch(2, 1, epoch=2, labelled_block_ids=[0, 5, 9])
     message.labels = b"a" * 32 + b"b" * 32 + b"c" * 32
     message = with_moves(message, copy=([5], [6]))
+    message.pinned_labels, message.pinned_s[:] = b"b" * 32 + b"d" * 32, [600.0, 1e-9]
     await ask(call, message)
     await ask(call, batch(3, 1, epoch=2))
     await attach(worker, 3)
@@ -45,6 +46,8 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     blocks = unpack_int32(whole.device.block_ids, "block_ids").tolist()
     named = {block: labels[32 * i] for i, block in enumerate(blocks)}
     assert {b: named.get(b) for b in (5, 6, 9)} == {5: ord("b"), 6: ord("b"), 9: ord("c")}
+    assert whole.pins.labels == b"b" * 32, "the time of the other is over"
+    assert 0 < whole.pins.left_s[0] < 600
     call = worker.Execute()
     again = sequence(tokens=tokens, blocks=(0, 1, 2), computed=len(tokens) - 1)
     again.num_prompt_tokens = len(PROMPT)

@@ -98,9 +98,12 @@ def test_a_scheduler_that_stands_by_takes_over(
         first.kill()
 
 
-def test_the_prefix_cache_survives_the_death_of_the_scheduler(cramped: Service):
+def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
     prompt = list(range(200, 300))
-    read(cramped.stub.Generate(generate_request(prompt, max_tokens=2)))
+    request = generate_request(prompt, max_tokens=2)
+    request.cache_pin_s = 600
+    read(cramped.stub.Generate(request))
+    cramped.wait_until_idle()
     cramped.scheduler.kill()
     cramped.wait_until_not_ready()
     cramped.start_scheduler()
@@ -108,3 +111,4 @@ def test_the_prefix_cache_survives_the_death_of_the_scheduler(cramped: Service):
     usage = read(cramped.stub.Generate(generate_request([*prompt, 7], max_tokens=2))).usage
     assert usage is not None
     assert usage.cached_tokens == 96
+    assert cramped.metrics(cramped.scheduler)["quire_kv_pinned_blocks"] == 96 // 16

@@ -136,7 +136,8 @@ HOLDINGS = (
         ]
     ),
     worker_pb2.ReadHoldingsResponse(
-        device=worker_pb2.HeldBlocks(block_ids=pack_int32([0, 1]), labels=b"h" * 64)
+        device=worker_pb2.HeldBlocks(block_ids=pack_int32([0, 1]), labels=b"h" * 64),
+        pins=worker_pb2.HeldPins(labels=b"h" * 32, left_s=[1.5]),
     ),
 )
 

@@ -60,6 +60,7 @@ class FakeWorker:
         self.labels: dict[int, bytes] = {}
         self.host_labels: dict[int, bytes] = {}
         self.disk = FakeDisk(config.num_disk_blocks, self.host, self.host_labels)
+        self.pins: dict[BlockHash, float] = {}  # as if no time passed
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0
@@ -67,6 +68,7 @@ class FakeWorker:
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         self._label(plan)
+        self.pins.update(plan.pins)
         self._change_rows(plan)
         self.touched[plan.step_id] = {
             *(block for row in self.rows.values() for block in row.blocks),
@@ -114,6 +116,7 @@ class FakeWorker:
             _held_blocks(self.labels, DeviceBlockId),
             _held_blocks(self.host_labels, HostBlockId),
             _held_blocks(self.disk.labels, DiskBlockId),
+            tuple(self.pins.items()),
         )
 
     def _is_held(self, row: Row) -> bool:

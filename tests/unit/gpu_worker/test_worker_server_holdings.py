@@ -60,6 +60,26 @@ async def test_after_a_step_that_failed_nothing_is_held(worker):
     assert await holdings(worker, 2) == []
 
 
+@pytest.mark.parametrize(
+    ("labels", "seconds", "problem"),
+    [
+        (b"a" * 31, [1.0], "pinned_labels has 31 bytes"),
+        (b"", [1.0], "pinned_labels has 0 bytes"),
+        (b"a" * 32, [0.0], "pinned_s is 0"),
+        (b"a" * 32, [float("nan")], "pinned_s is nan"),
+    ],
+)
+async def test_pins_that_cannot_be_are_refused(worker, labels, seconds, problem):
+    await worker.attach(1)
+    call = worker.stub.Execute()
+    message = first_batch()
+    message.pinned_labels, message.pinned_s[:] = labels, seconds
+    await call.write(message)
+    code, details = await failure(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert problem in details
+
+
 async def test_labels_of_another_size_are_refused(worker):
     await worker.attach(1)
     call = worker.stub.Execute()

@@ -122,7 +122,7 @@ def test_every_call_that_changes_a_core_is_recorded():
 
 def test_all_of_a_plan_is_recorded():
     names = [field.name for field in fields(StepPlan)]
-    follow = ("labelled_block_ids", "labels", "turns")  # from what is recorded
+    follow = ("labelled_block_ids", "labels", "pins", "turns")  # from what is recorded
     names = [name for name in names if name not in follow]
     assert [field.name for field in fields(RecordedPlan)] == names
     assert [field.name for field in recording_pb2.RecordedPlan.DESCRIPTOR.fields] == names

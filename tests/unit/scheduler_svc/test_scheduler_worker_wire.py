@@ -184,16 +184,19 @@ class TestHoldings:
     )
     NAMED = worker_pb2.HeldBlocks(block_ids=pack_int32([3, 1]), labels=b"a" * 32 + b"b" * 32)
 
+    PINS = worker_pb2.HeldPins(labels=b"a" * 32 + b"d" * 32, left_s=[1.5, 60.0])
+
     def test_parts_make_a_whole_that_can_be_recorded(self):
         other = worker_pb2.HeldBlocks(block_ids=pack_int32([0]), labels=b"c" * 32)
         parts = [
             worker_pb2.ReadHoldingsResponse(rows=[self.ROW], host=self.NAMED),
-            worker_pb2.ReadHoldingsResponse(rows=[self.ROW], host=other),
+            worker_pb2.ReadHoldingsResponse(rows=[self.ROW], host=other, pins=self.PINS),
         ]
         holdings = holdings_from_proto(parts)
         assert list(holdings.host.block_ids) == [3, 1, 0]
         assert list(holdings.host.hashes) == [b"a" * 32, b"b" * 32, b"c" * 32]
         assert len(holdings.rows) == 2
+        assert holdings.pins == ((b"a" * 32, 1.5), (b"d" * 32, 60.0))
         check_holdings(holdings, self.INFO)
         assert holdings_to_proto(holdings_from_proto([holdings_to_proto(holdings)])) == (
             holdings_to_proto(holdings)
@@ -222,6 +225,23 @@ class TestHoldings:
         blocks = worker_pb2.HeldBlocks(block_ids=pack_int32([1]), labels=b"a" * 31)
         with pytest.raises(InvalidArgumentError, match=r"disk\.labels has 31 bytes"):
             holdings_from_proto([worker_pb2.ReadHoldingsResponse(disk=blocks)])
+
+    @pytest.mark.parametrize(
+        ("labels", "left_s", "problem"),
+        [
+            (b"a" * 31, [1.0], r"pins\.labels has 31 bytes"),
+            (b"a" * 32, [float("nan")], r"pins\.left_s has nan"),
+            (b"a" * 32, [0.0], r"pins\.left_s has 0"),
+            (b"a" * 32, [1e9], r"pins\.left_s has 1000000000"),
+            (b"a" * 64, [1.0, 2.0], r"pins\.labels has a label twice"),
+        ],
+    )
+    def test_pins_that_cannot_be_are_refused(self, labels, left_s, problem):
+        pins = worker_pb2.HeldPins(labels=labels, left_s=left_s)
+        with pytest.raises(InvalidArgumentError, match=problem):
+            check_holdings(
+                holdings_from_proto([worker_pb2.ReadHoldingsResponse(pins=pins)]), self.INFO
+            )
 
     def test_more_rows_or_blocks_than_there_are_are_refused(self):
         rows = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[self.ROW] * 3)])
