@@ -56,6 +56,16 @@ class Holdings:
         return bool(self.rows) or any(tier.block_ids for tier in tiers)
 
 
+def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) -> BlockHash:
+    """Return the parent of the names by which a later scheduler finds a swapped sequence's KV.
+
+    Without a prefix cache they are the sequence's own, and nobody else's.
+    """
+    if has_prefix_cache:
+        return root_hash(request.cache_salt)
+    return BlockHash(identity(request, output_index))
+
+
 def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes by which a later scheduler knows a sequence of `request` again.
 

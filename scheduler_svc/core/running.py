@@ -6,12 +6,12 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash, tail_hash
+from scheduler_svc.core.block_hash import extend_chain, tail_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, SteadyDecodes
 from scheduler_svc.core.drafted_decodes import DraftedDecodes
-from scheduler_svc.core.holdings import identity
+from scheduler_svc.core.holdings import identity, swap_root
 from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.kv_lookup import FoundKv
 from scheduler_svc.core.new_labels import NewLabels
@@ -312,13 +312,18 @@ class RunningSet:
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
 
-        A scheduler that has only the labels finds the tail by its name.
+        A scheduler that has only the labels finds the tail by its name; and so the full blocks,
+        which have no names yet if there is no prefix cache.
         """
-        num_full, num_in_tail = divmod(num_computed, self._config.block_size)
-        if num_in_tail and self._config.enable_prefix_caching:
-            chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
-            extend_chain(chain, root, seq.token_ids, self._config.block_size)
-            name = tail_hash(chain, root, seq.token_ids, num_computed, self._config.block_size)
+        size, has_cache = self._config.block_size, self._config.enable_prefix_caching
+        num_full, num_in_tail = divmod(num_computed, size)
+        chain = seq.block_hashes if has_cache else []
+        root = swap_root(seq.request, seq.output_index, has_prefix_cache=has_cache)
+        extend_chain(chain, root, seq.token_ids, size)
+        if not has_cache:
+            self._labels.give(blocks[:num_full], chain[:num_full])
+        if num_in_tail:
+            name = tail_hash(chain, root, seq.token_ids, num_computed, size)
             self._labels.give([blocks[-1]], [name])
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 

@@ -6,7 +6,8 @@ What is known of it, and what becomes of that:
                                 submitted again: then it runs on in its blocks, and computes nothing
                                 again. Nobody knows what it was but by its identity.
     one that was swapped out    nothing but the names of its blocks, the partial tail included;
-                                found by the tokens that its request comes with, it is SWAPPED again
+                                found by the tokens that its request comes with, it is SWAPPED
+                                again. Without a prefix cache these names are its own
     blocks that are named       are cached: the prefix cache is as it was, in all tiers
     names that are pinned       are pinned for the rest of their time
 
@@ -18,14 +19,14 @@ those are computed again. If it wants log-probabilities, which nobody has kept, 
 again, and come out the same.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash, tail_hash
+from scheduler_svc.core.block_hash import BlockHash, extend_chain, tail_hash
 from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.holdings import HeldRow, Holdings, identity
+from scheduler_svc.core.holdings import HeldRow, Holdings, identity, swap_root
 from scheduler_svc.core.kv_lookup import FoundKv
 from scheduler_svc.core.plan import Finished, Int32Array, News, StepPlan
 from scheduler_svc.core.replica import Replica
@@ -54,12 +55,12 @@ class Successor(Replica):
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
         tables = [row.block_ids for row in self.unclaimed]
+        self._tier.pool.restore((), host.block_ids, host.hashes)
+        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
         if not self.config.enable_prefix_caching:
             self._pool.restore(tables, (), ())
             return
         self._pool.restore(tables, device.block_ids, device.hashes)
-        self._tier.pool.restore((), host.block_ids, host.hashes)
-        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
         self._pins.restore(holdings.pins, now)
 
     @property
@@ -68,8 +69,13 @@ class Successor(Replica):
         return [row for rows in self._unclaimed.values() for row in rows]
 
     def holds(self, request: Request) -> bool:
-        """Whether a sequence of a request had a row here."""
-        return any(self._find(request, index) is not None for index in range(request.n))
+        """Whether a sequence of a request had a row here, or KV that only it can find."""
+        if any(self._find(request, index) is not None for index in range(request.n)):
+            return True
+        has_own_names = not self.config.enable_prefix_caching and self._tier.pool.num_cached > 0
+        return has_own_names and any(
+            self._find_swapped(request, index, []) is not None for index in range(request.n)
+        )
 
     def take_adopted(self) -> News | None:
         """Return what the sources must hear of what was adopted since the last call."""
@@ -176,43 +182,59 @@ class Successor(Replica):
         return True
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
-        """Let a sequence wait with its KV, if host and disk have it up to its partial tail.
-
-        What they have of full blocks only, the prefix cache finds when it is admitted.
-        """
-        tier, size = self._tier, self.config.block_size
-        known = seq.token_ids
-        may_find = self.config.enable_prefix_caching and self.config.num_host_blocks
-        if not may_find or len(known) == seq.num_prompt_tokens:
+        """Let a sequence wait with its KV, if host and disk have what was swapped out."""
+        kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
+        if kv is None:
             return False
-        chain, root = seq.block_hashes, root_hash(seq.request.cache_salt)
-        extend_chain(chain, root, known, size)
-        hashes = chain[: (len(known) - 1) // size]
-        on_host = tier.pool.find(hashes)
-        on_disk = tier.disk.pool.find(hashes[len(on_host) :])
-        num_full = len(on_host) + len(on_disk)
-        for end in range(min(len(known) - 1, (num_full + 1) * size - 1), num_full * size, -1):
-            name = [tail_hash(chain, root, known, end, size)]
-            host_tail = [] if on_disk else tier.pool.find(name)
-            disk_tail = [] if host_tail else tier.disk.pool.find(name)
-            if host_tail or disk_tail:
-                self._wait_swapped(seq, [*on_host, *host_tail], [*on_disk, *disk_tail], end)
-                return True
-        return False
-
-    def _wait_swapped(
-        self, seq: Sequence, host: list[HostBlockId], disk: list[DiskBlockId], num_computed: int
-    ) -> None:
-        self._tier.pool.share(host)
-        self._tier.disk.pool.share(disk)
-        seq.host_block_ids, seq.disk_block_ids = tuple(host), tuple(disk)
-        self._num_recomputed_tokens += seq.num_computed_tokens - num_computed
-        self._num_adopted_tokens += num_computed
-        seq.num_computed_tokens = num_computed
-        seq.num_charged_tokens = seq.num_prompt_tokens
+        self._tier.pool.share(kv.host)
+        self._tier.disk.pool.share(kv.disk)
+        if not self.config.enable_prefix_caching:  # they have been found by all who may
+            self._tier.pool.forget(kv.host)
+            self._tier.disk.pool.forget(kv.disk)
+        seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
+        self._num_recomputed_tokens += max(0, seq.num_computed_tokens - kv.num_tokens)
+        self._num_adopted_tokens += kv.num_tokens
+        seq.num_computed_tokens = kv.num_tokens
+        seq.num_charged_tokens = min(kv.num_tokens, seq.num_prompt_tokens)
+        self._tell_admitted(seq, 0, seq.arrived)
         seq.move(SeqStatus.MIGRATING)  # from one core to the next
         seq.move(SeqStatus.SWAPPED)
         self._waiting.push(seq)
+        return True
+
+    def _find_swapped(
+        self, request: Request, output_index: int, chain: list[BlockHash]
+    ) -> "_SwappedKv | None":
+        """Look for an output's KV up to its partial tail on host and disk.
+
+        What they have of full blocks only, the prefix cache finds at admission, if there is one. So
+        it does for a prompt of which no output is known.
+
+        Args:
+            request: Whose it is.
+            output_index: Which output.
+            chain: Its hashes, as far as they are known, if there is a prefix cache; extended.
+        """
+        has_cache, size = self.config.enable_prefix_caching, self.config.block_size
+        known = _known_tokens(request, output_index)
+        has_output = len(known) > len(request.prompt_token_ids)
+        may_find = has_output or (not has_cache and request.reads_prefix_cache)
+        if not self.config.num_host_blocks or not may_find:
+            return None
+        chain = chain if has_cache else []
+        root = swap_root(request, output_index, has_prefix_cache=has_cache)
+        extend_chain(chain, root, known, size)
+        hashes = chain[: (len(known) - 1) // size]
+        host = self._tier.pool.find(hashes)
+        disk = self._tier.disk.pool.find(hashes[len(host) :])
+        num_full = len(host) + len(disk)
+        for end in range(min(len(known) - 1, (num_full + 1) * size - 1), num_full * size, -1):
+            name = [tail_hash(chain, root, known, end, size)]
+            host_tail = [] if disk else self._tier.pool.find(name)
+            disk_tail = [] if host_tail else self._tier.disk.pool.find(name)
+            if host_tail or disk_tail:
+                return _SwappedKv([*host, *host_tail], [*disk, *disk_tail], end)
+        return None if has_cache or not num_full else _SwappedKv(host, disk, num_full * size)
 
     def _claim(self, row: HeldRow) -> None:
         """Take a row out of those unclaimed; its blocks are the caller's."""
@@ -230,6 +252,14 @@ class Successor(Replica):
     def held_device_blocks(self) -> list[DeviceBlockId]:
         """The device blocks that unclaimed rows hold, each as often as it is held."""
         return [block for row in self.unclaimed for block in row.block_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class _SwappedKv:
+    host: list[HostBlockId]
+    disk: list[DiskBlockId]
+    """Behind those on the host."""
+    num_tokens: int
 
 
 def _known_tokens(request: Request, output_index: int) -> Int32Array:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
+from scheduler_svc.core.holdings import identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = tiny_config(**choices)
         self.disk_failures = disk_failures
         self.oracle = Oracle()
+        self.identities: set[bytes] = set()
         self.next_key = 0
         self.now = 0.0
         self.start_core()
@@ -52,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start_core(self):
         self.core = Successor(self.config)
         self.worker = FakeWorker(self.config)
+        self.worker.identities = self.identities
         self.shrinks_to = None
         self.worker.disk.failure_rate = self.disk_failures
         self.unanswered: deque[StepOutcome] = deque()
@@ -93,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.core.load().num_waiting + n > self.config.max_waiting
             return
         self.oracle.submit(request)
+        self.identities.update(identity(request, index) for index in range(n))
         self.next_key += n
 
     @rule(

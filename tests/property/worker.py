@@ -61,6 +61,7 @@ class FakeWorker:
         self.host_labels: dict[int, bytes] = {}
         self.disk = FakeDisk(config.num_disk_blocks, self.host, self.host_labels)
         self.pins: dict[BlockHash, float] = {}  # as if no time passed
+        self.identities: set[bytes] = set()  # of sequences that were announced, or may be
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0
@@ -155,6 +156,7 @@ class FakeWorker:
             is_beam = new.sampling.startswith(SEARCH)
             row = Row(new, salt, tokens, blocks, new.num_computed_tokens, is_beam)
             row.num_told = len(tokens)
+            self.identities.add(new.identity)
             self.rows[new.row] = row
         for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
             self.rows[r].blocks.append(block)
@@ -212,7 +214,13 @@ class FakeWorker:
             if BROKEN not in self.slots[self._block(block)]:
                 self.labels[block] = label.tobytes()
                 content = self.content(block)
-                assert is_name_of(self.labels[block], content), f"block {block} holds {content}"
+                assert self.is_named(label.tobytes(), content), f"block {block} holds {content}"
+
+    def is_named(self, name: bytes, content: Content) -> bool:
+        """Whether a name is that of a content; without a prefix cache, of somebody's alone."""
+        if self.config.enable_prefix_caching:
+            return is_name_of(name, content)
+        return any(is_name_of(name, content, root) for root in self.identities)
 
     # --- blocks ---------------------------------------------------------------------------------
 
