@@ -289,10 +289,10 @@ class Fleet:
                 raise self._too_busy(self._held.num_seqs, n)
             self._held.add(command)
             return
-        for session in sessions:
-            if session.holds(command.request):
-                session.post(command)
-                return
+        num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
+        if most := max(num_held_tokens):  # it may have moved, and left something behind
+            sessions[num_held_tokens.index(most)].post(command)
+            return
         if self._awaited and command.request.outputs:
             self._held.add(command)  # its KV may be at a worker that is not attached yet
             return

@@ -193,9 +193,9 @@ class Session:
         """Token slots of a block."""
         return self._core.config.block_size
 
-    def holds(self, request: Request) -> bool:
-        """Whether the worker has a sequence of a request from before, which nobody has claimed."""
-        return self._core.holds(request)
+    def num_held_tokens(self, request: Request) -> int:
+        """Say how many tokens' KV of a request the worker has from before, for nobody else."""
+        return self._core.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Say how many blocks of a prompt the prefix cache has."""

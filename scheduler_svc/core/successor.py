@@ -68,14 +68,12 @@ class Successor(Replica):
         """The sequences that had a row and whose requests have not come again."""
         return [row for rows in self._unclaimed.values() for row in rows]
 
-    def holds(self, request: Request) -> bool:
-        """Whether a sequence of a request had a row here, or KV that only it can find."""
-        if any(self._find(request, index) is not None for index in range(request.n)):
-            return True
-        has_own_names = not self.config.enable_prefix_caching and self._tier.pool.num_cached > 0
-        return has_own_names and any(
-            self._find_swapped(request, index, []) is not None for index in range(request.n)
-        )
+    def num_held_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request have KV here that only it can find.
+
+        They have rows, or, without a prefix cache, were swapped out.
+        """
+        return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
     def take_adopted(self) -> News | None:
         """Return what the sources must hear of what was adopted since the last call."""
@@ -129,6 +127,14 @@ class Successor(Replica):
         rows = self._unclaimed.get(identity(request, output_index), ())
         known = _known_tokens(request, output_index)
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
+
+    def _num_held_tokens(self, request: Request, output_index: int) -> int:
+        if (row := self._find(request, output_index)) is not None:
+            return row.num_computed_tokens
+        if self.config.enable_prefix_caching or not self._tier.pool.num_cached:
+            return 0  # as most often: it is asked for every request
+        kv = self._find_swapped(request, output_index, [])
+        return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
         """Let a sequence run on in the blocks of its row, if there is one."""

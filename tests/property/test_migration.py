@@ -65,6 +65,8 @@ class MigrationMachine(SchedulerMachine):
             if any(BROKEN in content for content in contents):
                 continue
             self.worker.host.update(zip(targets, contents, strict=True))
+            for target in targets:
+                self.worker.host_labels.pop(target, None)
             move.has_contents = True
 
     @precondition(lambda self: any(move.has_contents for move in self.moves))

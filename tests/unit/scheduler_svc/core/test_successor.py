@@ -113,7 +113,7 @@ def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
     pair.step(6)
     num_computed = pair.worker.num_computed_tokens
     pair.replace_core()
-    assert pair.core.holds(pair.again(request))
+    assert pair.core.num_held_tokens(pair.again(request)) == 16 + 5
     pair.submit(pair.again(request))
     assert not pair.core.unclaimed
     pair.run()
@@ -293,7 +293,8 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     assert seq.num_computed_tokens % CONFIG.block_size
     before = seq.num_computed_tokens
     pair.replace_core()
-    assert pair.core.holds(pair.again(seq.request)) == (not caching), "the prefix cache has it"
+    num_held = pair.core.num_held_tokens(pair.again(seq.request))
+    assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
     for request in requests:
         pair.submit(pair.again(request))
     (seq,) = swapped(pair)
@@ -308,7 +309,7 @@ def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
     pair, requests = crowd(enable_prefix_caching=False)
     pair.replace_core()
     (other,) = (replace(pair.again(request), request_id="other") for request in requests[1:])
-    assert not pair.core.holds(other)
+    assert pair.core.num_held_tokens(other) == 0
     pair.submit(other)
     assert not swapped(pair)
     pair.run(now=20.0)
@@ -376,8 +377,8 @@ def test_another_request_of_that_name_does_not_get_its_tokens():
         replace(request, max_tokens=MAX_TOKENS + 1),
         replace(request, prompt_token_ids=1 - request.prompt_token_ids),
     )
-    assert pair.core.holds(request)
-    assert not any(map(pair.core.holds, others))
+    assert pair.core.num_held_tokens(request)
+    assert not any(map(pair.core.num_held_tokens, others))
     assert identity(request, 0) != identity(request, 1)
 
 
