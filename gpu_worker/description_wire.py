@@ -94,4 +94,5 @@ def _held_row_to_proto(row: HeldRow) -> worker_pb2.HeldRow:
         block_ids=pack_int32(row.block_ids),
         has_stopped=row.has_stopped,
         had_logprobs=row.had_logprobs,
+        note=row.note,
     )

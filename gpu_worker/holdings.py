@@ -24,6 +24,8 @@ class HeldRow:
     has_stopped: bool
     """Whether its last token is a stop token."""
     had_logprobs: bool
+    note: bytes = b""
+    """What the scheduler wanted to be told with it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -186,6 +186,7 @@ class Rows:
                     block_ids=blocks,
                     has_stopped=has_stopped,
                     had_logprobs=new.sampling.logprobs is not None,
+                    note=new.note,
                 )
             )
         return tuple(held)

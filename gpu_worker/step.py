@@ -76,6 +76,8 @@ class NewRow:
     traceparent: str = ""
     identity: bytes = b""
     """What a later scheduler knows it by; empty: it is not told of it."""
+    note: bytes = b""
+    """What it is told with it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

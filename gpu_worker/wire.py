@@ -146,6 +146,7 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
         max_total_tokens=new.max_total_tokens,
         traceparent=new.traceparent,
         identity=new.identity,
+        note=new.note,
     )
 
 

@@ -62,20 +62,22 @@ class ReadHoldingsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[HeldRow, _Mapping]]] = ..., device: _Optional[_Union[HeldBlocks, _Mapping]] = ..., host: _Optional[_Union[HeldBlocks, _Mapping]] = ..., disk: _Optional[_Union[HeldBlocks, _Mapping]] = ..., pins: _Optional[_Union[HeldPins, _Mapping]] = ...) -> None: ...
 
 class HeldRow(_message.Message):
-    __slots__ = ("identity", "token_ids", "num_computed_tokens", "block_ids", "has_stopped", "had_logprobs")
+    __slots__ = ("identity", "token_ids", "num_computed_tokens", "block_ids", "has_stopped", "had_logprobs", "note")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_STOPPED_FIELD_NUMBER: _ClassVar[int]
     HAD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     identity: bytes
     token_ids: bytes
     num_computed_tokens: int
     block_ids: bytes
     has_stopped: bool
     had_logprobs: bool
-    def __init__(self, identity: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., has_stopped: bool = ..., had_logprobs: bool = ...) -> None: ...
+    note: bytes
+    def __init__(self, identity: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., has_stopped: bool = ..., had_logprobs: bool = ..., note: _Optional[bytes] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("block_ids", "labels")
@@ -172,7 +174,7 @@ class StepBatch(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_rows: _Optional[bytes] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., appended_rows: _Optional[bytes] = ..., appended_block_ids: _Optional[bytes] = ..., kv_commands: _Optional[_Union[KvCommands, _Mapping]] = ..., chunk_rows: _Optional[bytes] = ..., chunk_lens: _Optional[bytes] = ..., num_decodes: _Optional[int] = ..., renamed_src_block_ids: _Optional[bytes] = ..., renamed_dst_block_ids: _Optional[bytes] = ..., labelled_block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ..., pinned_labels: _Optional[bytes] = ..., pinned_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "max_total_tokens", "traceparent", "output_index", "identity")
+    __slots__ = ("seq_id", "row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "max_total_tokens", "traceparent", "output_index", "identity", "note")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,7 @@ class NewSequence(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     row: int
     token_ids: bytes
@@ -195,7 +198,24 @@ class NewSequence(_message.Message):
     traceparent: str
     output_index: int
     identity: bytes
-    def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., output_index: _Optional[int] = ..., identity: _Optional[bytes] = ...) -> None: ...
+    note: bytes
+    def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_total_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., output_index: _Optional[int] = ..., identity: _Optional[bytes] = ..., note: _Optional[bytes] = ...) -> None: ...
+
+class SearchNote(_message.Message):
+    __slots__ = ("beams", "hypotheses")
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
+    beams: _containers.RepeatedCompositeFieldContainer[NotedOutput]
+    hypotheses: _containers.RepeatedCompositeFieldContainer[NotedOutput]
+    def __init__(self, beams: _Optional[_Iterable[_Union[NotedOutput, _Mapping]]] = ..., hypotheses: _Optional[_Iterable[_Union[NotedOutput, _Mapping]]] = ...) -> None: ...
+
+class NotedOutput(_message.Message):
+    __slots__ = ("token_ids", "logprob")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    logprob: float
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class KvCommands(_message.Message):
     __slots__ = ("copy_src_block_ids", "copy_dst_block_ids", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids", "disk_store_src_block_ids", "disk_store_dst_block_ids", "disk_load_src_block_ids", "disk_load_dst_block_ids")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
+from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis, SearchState
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -34,6 +34,17 @@ class BeamGroup:
     def leader(self) -> Sequence:
         """The sequence that stands for the search in the queue, and that computes first."""
         return self.seqs[0]
+
+    def queue_leader(self) -> None:
+        """Let the leader, which waits, have the best beam's tokens: it computes first."""
+        leader, best = self.leader, self.search.beams[0]
+        leader.token_ids, leader.block_hashes = best.token_ids, []
+        leader.max_total_tokens = self.search.num_tokens + 1
+
+    def state_with(self, seq: Sequence) -> SearchState | None:
+        """Return what a later scheduler is told with one of its sequences; None: nothing."""
+        has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
+        return self.search.state if has_begun and seq is self.places[0] else None
 
     @property
     def spares(self) -> list[Sequence]:

@@ -98,9 +98,7 @@ class BeamGroups:
         has_begun = group.places != [leader]
         self.stop(group)
         leader.move(SeqStatus.WAITING)
-        leader.token_ids = group.search.beams[0].token_ids
-        leader.block_hashes = []
-        leader.max_total_tokens = group.search.num_tokens + 1
+        group.queue_leader()
         num_computed = len(leader.token_ids) - 1
         leader.num_computed_tokens = (
             num_computed if has_begun else min(leader.num_computed_tokens, num_computed)

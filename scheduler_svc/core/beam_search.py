@@ -83,6 +83,23 @@ class Hypothesis:
     """The token that ended it; None: its length did."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputState:
+    """An output of a search, perhaps not at its end."""
+
+    token_ids: Int32Array
+    """Without the prompt."""
+    logprob: np.float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchState:
+    """How far a search is: all that a request does not say."""
+
+    beams: tuple[OutputState, ...]
+    hypotheses: tuple[OutputState, ...]
+
+
 class BeamSearch:
     """One search: its beams, and the hypotheses so far."""
 
@@ -110,6 +127,30 @@ class BeamSearch:
         """Tokens of each beam, the prompt included."""
         return len(self.beams[0].token_ids)
 
+    @property
+    def state(self) -> SearchState:
+        """How far it is; for `resume`."""
+        start = self._num_prompt_tokens
+        return SearchState(
+            tuple(OutputState(beam.token_ids[start:], beam.logprob) for beam in self.beams),
+            tuple(OutputState(np.array(h.token_ids, np.int32), h.logprob) for h in self.hypotheses),
+        )
+
+    def resume(self, state: SearchState) -> bool:
+        """Go on from the state of an equal search, which has just begun; say whether it fits."""
+        lengths = {len(beam.token_ids) for beam in state.beams}
+        most = max(len(state.beams), len(state.hypotheses))
+        if len(lengths) != 1 or most > self.params.width or max(lengths) >= self._max_tokens:
+            return False
+        if not all(1 <= len(h.token_ids) <= self._max_tokens for h in state.hypotheses):
+            return False
+        prompt = self.beams[0].token_ids
+        self.beams = tuple(
+            Beam(np.concatenate([prompt, beam.token_ids]), beam.logprob) for beam in state.beams
+        )
+        self.hypotheses = tuple(self._hypothesis(h.token_ids, h.logprob) for h in state.hypotheses)
+        return True
+
     def advance(self, candidates: Sequence[Candidates]) -> tuple[int, ...]:
         """Take the step that `candidates`, parallel to the beams, allow.
 
@@ -124,16 +165,8 @@ class BeamSearch:
         is_end = np.isin(token_ids, self._end_token_ids)
         ends = is_end | (num_output_tokens == self._max_tokens)
         for index in np.flatnonzero(ends[: self.params.width]).tolist():
-            output = self.beams[parents[index]].token_ids[self._num_prompt_tokens :].tolist()
-            token_id = int(token_ids[index])
-            self._keep(
-                Hypothesis(
-                    (*output, token_id),
-                    totals[index],
-                    self._score(totals[index], num_output_tokens),
-                    token_id if is_end[index] else None,
-                )
-            )
+            output = self.beams[parents[index]].token_ids[self._num_prompt_tokens :]
+            self._keep(self._hypothesis(np.append(output, token_ids[index]), totals[index]))
         next_ = np.flatnonzero(~ends)[: self.params.width].tolist()
         if not next_ or self._is_over(totals[next_[0]], num_output_tokens):
             self.beams = ()
@@ -158,6 +191,13 @@ class BeamSearch:
             parents, token_ids, totals = parents[may_come], token_ids[may_come], totals[may_come]
         best = np.argsort(-totals, kind="stable")[: self.params.num_kept]
         return parents[best], token_ids[best], totals[best]
+
+    def _hypothesis(self, token_ids: Int32Array, logprob: np.float32) -> Hypothesis:
+        *_, last = output = tuple(token_ids.tolist())
+        score = self._score(logprob, len(output))
+        return Hypothesis(
+            output, logprob, score, last if last in self.params.end_token_ids else None
+        )
 
     def _score(self, logprob: np.float32, num_output_tokens: int) -> np.float32:
         return np.float32(logprob / np.float32(num_output_tokens**self.params.length_penalty))

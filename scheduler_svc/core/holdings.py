@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Generic
 
+from scheduler_svc.core.beam_search import SearchState
 from scheduler_svc.core.block_hash import BlockHash, root_hash
 from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.plan import Int32Array
@@ -26,6 +27,8 @@ class HeldRow:
     """Whether its last token ends it."""
     had_logprobs: bool
     """Whether log-probabilities came with its tokens; nobody has them any more."""
+    search: SearchState | None = None
+    """How far the search is whose best beam it is; of its blocks only the names are of use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,5 +84,6 @@ def identity(request: Request, output_index: int) -> bytes:
         output_index.to_bytes(4, "little"),
         len(request.prompt_token_ids).to_bytes(8, "little"),
         request.max_tokens.to_bytes(8, "little"),
+        b"" if request.beam is None else repr((request.beam, request.min_tokens)).encode(),
     )
     return sha256(b"".join(parts)).digest()

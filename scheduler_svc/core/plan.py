@@ -11,6 +11,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.beam_search import SearchState
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.request import FinishReason, SeqId, SeqKey, SourceId
 
@@ -52,6 +53,8 @@ class NewSequence:
     traceparent: str
     identity: bytes = b""
     """By which a later scheduler knows it again; empty: it is not to be told of it."""
+    search: SearchState | None = None
+    """How far the search is whose best beam it is. For a later scheduler."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,4 +73,4 @@ class Request:
     """Search for the `n` likeliest outputs instead of drawing them. Then `sampling` asks the worker
     for candidates, and says nothing of ends."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """Empty, or one per sequence when the request was live before. A search starts anew."""
+    """Empty, or one per sequence when the request was live before. Those of a search are empty."""

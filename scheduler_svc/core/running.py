@@ -346,6 +346,10 @@ class RunningSet:
         """Tell the worker all about a sequence."""
         assert seq.row is not None
         seq.announced = True
+        search = None if seq.group is None else seq.group.state_with(seq)
+        name = b""
+        if seq.group is None or search is not None:
+            name = identity(seq.request, 0 if search else seq.output_index)
         draft.new_sequences.append(
             NewSequence(
                 seq_id=seq.seq_id,
@@ -358,7 +362,8 @@ class RunningSet:
                 output_index=seq.output_index,
                 max_total_tokens=seq.max_total_tokens,
                 traceparent=seq.traceparent,
-                identity=b"" if seq.group else identity(seq.request, seq.output_index),
+                identity=name,
+                search=search,
             )
         )
         if seq.copy_from is not None:

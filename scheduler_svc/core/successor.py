@@ -5,6 +5,8 @@ What is known of it, and what becomes of that:
     a sequence that had a row   its tokens and its block table; *unclaimed* until its request is
                                 submitted again: then it runs on in its blocks, and computes nothing
                                 again. Nobody knows what it was but by its identity.
+    a search                    how far it was: it goes on as after a preemption, with what the
+                                prefix cache has
     one that was swapped out    nothing but the names of its blocks, the partial tail included;
                                 found by the tokens that its request comes with, it is SWAPPED
                                 again. Without a prefix cache these names are its own
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scheduler_svc.core.beam_group import BeamGroup
 from scheduler_svc.core.block_hash import BlockHash, extend_chain, tail_hash
 from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -116,17 +119,31 @@ class Successor(Replica):
     # --- parts ----------------------------------------------------------------------------------
 
     def _enqueue(self, seq: Sequence) -> None:
-        if seq.group is None and (self._adopt_running(seq) or self._adopt_swapped(seq)):
+        if seq.group is not None:
+            self._resume_search(seq, seq.group)
+        elif self._adopt_running(seq) or self._adopt_swapped(seq):
             return
         super()._enqueue(seq)
 
     def _find(self, request: Request, output_index: int) -> HeldRow | None:
         """Return an unclaimed row that is an output's, of whose tokens either has a beginning."""
-        if not self._unclaimed or request.beam is not None:
+        if not self._unclaimed:
             return None
         rows = self._unclaimed.get(identity(request, output_index), ())
         known = _known_tokens(request, output_index)
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
+
+    def _resume_search(self, leader: Sequence, group: BeamGroup) -> None:
+        """Let a search be as far as it was; it finds what it needs, or computes it."""
+        row = self._find(leader.request, 0)
+        if row is None:
+            return
+        self._let_go(row)
+        if row.search is not None and group.search.resume(row.search):
+            group.queue_leader()
+            leader.num_computed_tokens = len(leader.token_ids) - 1
+            leader.num_charged_tokens = leader.num_prompt_tokens
+            self._tell_admitted(leader, 0, leader.arrived)
 
     def _num_held_tokens(self, request: Request, output_index: int) -> int:
         if (row := self._find(request, output_index)) is not None:

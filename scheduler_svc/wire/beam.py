@@ -1,10 +1,14 @@
-"""What a router's request says of a beam search, and what a worker must know of it."""
+"""A beam search as a router asks for it, and as a worker is told and keeps it."""
 
-from math import isfinite
+from math import isfinite, isnan
 
-from quire.v1 import common_pb2, scheduler_pb2
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
-from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from rpc.packing import pack_int32, unpack_int32
+from scheduler_svc.core.beam_search import BeamParams, EarlyStopping, OutputState, SearchState
 from scheduler_svc.domain import ModelInfo
 
 _MIN_WIDTH, _MAX_WIDTH = 2, 10
@@ -75,3 +79,43 @@ def beam_sampling(
         ignore_eos=True,
         logprobs=params.num_kept + num_ruled_out,
     )
+
+
+def search_to_note(state: SearchState) -> bytes:
+    """Make what a worker keeps of a search for a later scheduler."""
+    note = worker_pb2.SearchNote(
+        beams=map(_output_to_proto, state.beams),
+        hypotheses=map(_output_to_proto, state.hypotheses),
+    )
+    return note.SerializeToString()
+
+
+def search_from_note(note: bytes) -> SearchState | None:
+    """Take what a worker has kept; None: it was no search.
+
+    Raises:
+        InvalidArgumentError: It is not what a scheduler has written.
+    """
+    if not note:
+        return None
+    try:
+        message = worker_pb2.SearchNote.FromString(note)
+    except DecodeError:
+        raise InvalidArgumentError("rows.note", "is no SearchNote") from None
+    return SearchState(
+        tuple(map(_output_from_proto, message.beams)),
+        tuple(map(_output_from_proto, message.hypotheses)),
+    )
+
+
+def _output_to_proto(output: OutputState) -> worker_pb2.NotedOutput:
+    return worker_pb2.NotedOutput(
+        token_ids=pack_int32(output.token_ids), logprob=float(output.logprob)
+    )
+
+
+def _output_from_proto(message: worker_pb2.NotedOutput) -> OutputState:
+    if isnan(message.logprob):
+        raise InvalidArgumentError("rows.note", "has a log-probability that is no number")
+    token_ids = unpack_int32(message.token_ids, "rows.note")
+    return OutputState(token_ids, np.float32(message.logprob))

@@ -11,7 +11,9 @@ from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.block_hash import HASH_BYTES, BlockHash
 from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
+from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.wire.beam import search_from_note, search_to_note
 
 _MAX_PIN_S = 10**6
 """Ample: a request may ask for a day."""
@@ -49,7 +51,10 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
         _check_limit("rows.token_ids", num_tokens, info.model.max_model_len)
         _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
         _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
-        _check_tokens(row, info.model.vocab_size)
+        _check_tokens("rows.token_ids", row.token_ids, info.model.vocab_size)
+        if row.search is not None:
+            for output in (*row.search.beams, *row.search.hypotheses):
+                _check_tokens("rows.note", output.token_ids, info.model.vocab_size)
     _check_blocks("device.block_ids", holdings.device.block_ids, info.num_blocks)
     _check_blocks("host.block_ids", holdings.host.block_ids, info.num_host_blocks)
     _check_blocks("disk.block_ids", holdings.disk.block_ids, info.num_disk_blocks)
@@ -67,6 +72,7 @@ def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
                 block_ids=pack_int32(row.block_ids),
                 has_stopped=row.has_stopped,
                 had_logprobs=row.had_logprobs,
+                note=b"" if row.search is None else search_to_note(row.search),
             )
             for row in holdings.rows
         ],
@@ -89,6 +95,7 @@ def _row_from_proto(message: worker_pb2.HeldRow) -> HeldRow:
         block_ids=tuple(map(DeviceBlockId, block_ids.tolist())),
         has_stopped=message.has_stopped,
         had_logprobs=message.had_logprobs,
+        search=search_from_note(message.note),
     )
 
 
@@ -155,9 +162,9 @@ def _check_pins(pins: Iterable[tuple[BlockHash, float]]) -> None:
         names.add(name)
 
 
-def _check_tokens(row: HeldRow, vocab_size: int) -> None:
-    wrong = row.token_ids[(row.token_ids < 0) | (row.token_ids >= vocab_size)]
+def _check_tokens(field: str, token_ids: Int32Array, vocab_size: int) -> None:
+    wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
     if wrong.size:
         raise InvalidArgumentError(
-            "rows.token_ids", f"has {wrong[0]}; values must be in [0, {vocab_size - 1}]"
+            field, f"has {wrong[0]}; values must be in [0, {vocab_size - 1}]"
         )

@@ -14,6 +14,7 @@ from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan, ints
 from scheduler_svc.wire.arrays import check_below
+from scheduler_svc.wire.beam import search_to_note
 
 _KV_COMMANDS = tuple(field.name for field in worker_pb2.KvCommands.DESCRIPTOR.fields)
 """Lists of blocks; they have the same names in a plan."""
@@ -72,6 +73,7 @@ def _new_sequence_to_proto(seq: NewSequence) -> worker_pb2.NewSequence:
         traceparent=seq.traceparent,
         output_index=seq.output_index,
         identity=seq.identity,
+        note=b"" if seq.search is None else search_to_note(seq.search),
     )
 
 

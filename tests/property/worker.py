@@ -132,6 +132,7 @@ class FakeWorker:
             block_ids=tuple(map(DeviceBlockId, row.blocks)),
             has_stopped=row.ended,
             had_logprobs=crc32(row.new.identity) % 4 == 0,  # as good as any
+            search=row.new.search,
         )
 
     def corrupt_host(self, blocks: Iterable[int]) -> None:

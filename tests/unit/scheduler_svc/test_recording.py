@@ -137,6 +137,7 @@ def test_all_of_a_plan_is_recorded():
         "output_index",
         "max_total_tokens",
         "identity",
+        "search",
     }
     assert kept == {f.name for f in fields(NewSequence)} - from_request | {
         "num_tokens",

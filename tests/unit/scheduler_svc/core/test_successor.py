@@ -5,17 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scheduler_svc.core.beam_search import BeamParams
 from scheduler_svc.core.block_hash import extend_chain, root_hash
 from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.holdings import Holdings, identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.new_labels import NewLabels
+from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.successor import Successor
+from tests.property.beams import expected_search
 from tests.property.oracle import expected_output
-from tests.property.worker import FakeWorker
+from tests.property.worker import SEARCH, FakeWorker
 
 CONFIG = SchedulerConfig(
     num_blocks=32,
@@ -40,6 +43,7 @@ class Pair:
         self.core = Successor(self.config)
         self.heard: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
+        self.ends: list[Finished] = []
         self.unheard = 0
 
     def submit(self, request, now=0.0):
@@ -77,6 +81,7 @@ class Pair:
         for key, token in zip(news.seq_keys.tolist(), news.token_ids.tolist(), strict=True):
             self.heard.setdefault(key, []).append(token)
         self.reasons.update((end.seq_key, end.reason) for end in news.finished)
+        self.ends += news.finished
 
 
 def make_request(key=0, prompt=PROMPT, n=1, **fields):
@@ -334,6 +339,62 @@ def test_without_a_prefix_cache_the_full_blocks_of_what_was_swapped_out_are_foun
     pair.run()
     for request in requests:
         assert_all_heard(pair, request)
+
+
+SEARCHES = {"max_tokens": 24, "sampling": SEARCH, "beam": BeamParams(3, (), 1.0)}
+
+
+def search(pair, num_kills=0, every=7):
+    """Take a search to its end, through deaths of the scheduler; return what it found."""
+    request = make_request(n=2, **SEARCHES)
+    pair.submit(request)
+    for _ in range(num_kills):
+        pair.step(every)
+        assert not pair.ends, "it has not ended yet"
+        pair.replace_core()
+        assert pair.core.num_held_tokens(request) >= len(PROMPT)
+        pair.submit(pair.again(request))
+    pair.run()
+    return [(end.seq_key, end.reason, end.token_ids, end.cumulative_logprob) for end in pair.ends]
+
+
+@pytest.mark.parametrize("every", [5, 6])
+def test_a_search_goes_on_where_it_was(every):
+    unfailed, failed = Pair(), Pair()
+    expected = search(unfailed)
+    assert expected[0][2] == expected_search("", PROMPT, SEARCHES["beam"], 24, 0)[0].tokens
+    assert search(failed, 3, every) == expected
+    num_more = failed.worker.num_computed_tokens - unfailed.worker.num_computed_tokens
+    assert 0 <= num_more <= 3 * 3 * (2 * CONFIG.block_size), "no more than blocks without names"
+    load = failed.core.load()
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+
+
+def test_a_search_whose_note_does_not_fit_starts_anew():
+    pair, request = Pair(), make_request(n=2, **SEARCHES)
+    expected = search(Pair())
+    pair.submit(request)
+    pair.step(6)
+    held = pair.worker.hand_over()
+    (row,) = held.rows
+    wide = replace(row.search, beams=row.search.beams * 2)
+    pair.core = Successor(pair.config)
+    pair.core.inherit(replace(held, rows=(replace(row, search=wide),)), 0.0)
+    pair.submit(request)
+    pair.run()
+    assert [end.token_ids for end in pair.ends] == [found[2] for found in expected]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"beam": BeamParams(3, (), 2.0)}, {"min_tokens": 1}, {"max_tokens": 23}]
+)
+def test_another_search_of_that_name_does_not_go_on_with_its_beams(changes):
+    pair, request = Pair(), make_request(n=2, **SEARCHES)
+    pair.submit(request)
+    pair.step(6)
+    pair.replace_core()
+    assert pair.core.num_held_tokens(request)
+    assert not pair.core.num_held_tokens(replace(request, **changes))
 
 
 def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
