@@ -29,6 +29,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     call = worker.Execute()
     first = first_batch(epoch=2, blocks=(0, 1, 2))
     first.new_sequences[0].identity = b"i" * 32
+    first.new_sequences[0].note = b"note"
     await ask(call, first)
     message = batch(2, 1, epoch=2, labelled_block_ids=[0, 5, 9])
     message.labels = b"a" * 32 + b"b" * 32 + b"c" * 32
@@ -42,6 +43,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     tokens = unpack_int32(row.token_ids, "token_ids").tolist()
     assert tokens == [*PROMPT, *expected[:3]]
     assert row.num_computed_tokens == len(tokens) - 1
+    assert row.note == b"note"
     labels = whole.device.labels
     blocks = unpack_int32(whole.device.block_ids, "block_ids").tolist()
     named = {block: labels[32 * i] for i, block in enumerate(blocks)}

@@ -222,5 +222,6 @@ def is_idle(load: common_pb2.Load) -> bool:
     """Whether no sequence is live and none holds a block."""
     return (
         load.num_requests_running == load.num_requests_waiting == 0
-        and load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+        and load.num_free_blocks + load.num_cached_blocks + load.num_pinned_blocks
+        == load.num_blocks
     )

@@ -101,7 +101,7 @@ def test_a_scheduler_that_stands_by_takes_over(
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
     prompt = list(range(200, 300))
     request = generate_request(prompt, max_tokens=2)
-    request.cache_pin_s = 600
+    request.cache_pin_s = 60
     read(cramped.stub.Generate(request))
     cramped.wait_until_idle()
     cramped.scheduler.kill()
@@ -112,3 +112,21 @@ def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Servi
     assert usage is not None
     assert usage.cached_tokens == 96
     assert cramped.metrics(cramped.scheduler)["quire_kv_pinned_blocks"] == 96 // 16
+
+
+def test_a_beam_search_goes_on_where_it_was(cramped: Service):
+    def num_steps() -> float:
+        return cramped.metrics(cramped.scheduler)["quire_steps_total"]
+
+    beam = common_pb2.BeamSearch(width=4)
+    request = generate_request(list(range(30, 60)), n=2, beam=beam, max_tokens=100, ignore_eos=True)
+    unfailed = read(cramped.stub.Generate(request))
+    num_before = num_steps()
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(lambda: read(cramped.stub.Generate(request, timeout=120)))
+        eventually(lambda: num_steps() >= num_before + 40 or None, "it is on its way")
+        cramped.scheduler.kill()
+        cramped.start_scheduler()
+        assert failed.result(timeout=90).outputs == unfailed.outputs
+    cramped.wait_until_ready()
+    assert num_steps() < 90, "it did not start anew"

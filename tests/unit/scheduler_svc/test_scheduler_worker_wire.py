@@ -6,8 +6,11 @@ import pytest
 from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32
+from scheduler_svc.core.beam_search import OutputState, SearchState
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.domain import ModelInfo
+from scheduler_svc.wire.beam import search_to_note
 from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto, holdings_to_proto
 from scheduler_svc.wire.worker import (
     plan_to_proto,
@@ -50,6 +53,7 @@ def test_plan_becomes_a_batch():
         chunk_lens=ints(2),
         num_decodes=5,
         num_scheduled_tokens=7,
+        pins=((BlockHash(b"p" * 32), 2.5), (BlockHash(b"q" * 32), 3.0)),
     )
     assert plan_to_proto(plan, epoch=6, step_id_base=100) == worker_pb2.StepBatch(
         epoch=6,
@@ -77,6 +81,8 @@ def test_plan_becomes_a_batch():
         chunk_rows=pack_int32([2]),
         chunk_lens=pack_int32([2]),
         num_decodes=5,
+        pinned_labels=b"p" * 32 + b"q" * 32,
+        pinned_s=[2.5, 3.0],
     )
 
 
@@ -220,6 +226,39 @@ class TestHoldings:
         holdings = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])])
         with pytest.raises(InvalidArgumentError, match=problem):
             check_holdings(holdings, self.INFO)
+
+    def test_how_far_a_search_is_comes_back_as_it_was_sent(self):
+        search = SearchState(
+            (OutputState(ints(5, 6), np.float32(-0.1)), OutputState(ints(7, 8), np.float32(-0.3))),
+            (OutputState(ints(1), np.float32(-2.5)),),
+        )
+        row = worker_pb2.HeldRow()
+        row.CopyFrom(self.ROW)
+        row.note = search_to_note(search)
+        holdings = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])])
+        check_holdings(holdings, self.INFO)
+        assert str(holdings.rows[0].search) == str(search)
+        assert holdings_to_proto(holdings).rows[0].note == row.note
+
+    @pytest.mark.parametrize(
+        ("output", "problem"),
+        [
+            (worker_pb2.NotedOutput(token_ids=b"abc"), "rows.note"),
+            (worker_pb2.NotedOutput(token_ids=pack_int32([100])), "rows.note has 100"),
+            (worker_pb2.NotedOutput(logprob=float("nan")), "rows.note has a log-probability"),
+            (None, "rows.note is no SearchNote"),
+        ],
+    )
+    def test_a_search_that_cannot_be_is_refused(self, output, problem):
+        row = worker_pb2.HeldRow()
+        row.CopyFrom(self.ROW)
+        row.note = b"\xff"
+        if output is not None:
+            row.note = worker_pb2.SearchNote(beams=[output]).SerializeToString()
+        with pytest.raises(InvalidArgumentError, match=problem):
+            check_holdings(
+                holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])]), self.INFO
+            )
 
     def test_labels_that_are_not_parallel_are_refused(self):
         blocks = worker_pb2.HeldBlocks(block_ids=pack_int32([1]), labels=b"a" * 31)
