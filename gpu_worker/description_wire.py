@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from gpu_worker.holdings import HeldBlocks, HeldRow, Holdings
+from gpu_worker.wire import token_logprob_to_proto
 from gpu_worker.worker_info import WorkerInfo, WorkerState
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32
@@ -95,4 +96,5 @@ def _held_row_to_proto(row: HeldRow) -> worker_pb2.HeldRow:
         has_stopped=row.has_stopped,
         had_logprobs=row.had_logprobs,
         note=row.note,
+        logprobs=map(token_logprob_to_proto, row.logprobs),
     )

@@ -297,6 +297,9 @@ class Executor:
         num_tokens = scheduled.positions + has_sampled
         self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
         self.rows.store_sampled(rows, incarnations, scheduled.positions, sampled.token_ids)
+        logprobs = _of_sampled(sampled.logprobs, has_sampled)
+        if logprobs:
+            self.rows.store_logprobs(rows[has_sampled], incarnations[has_sampled], logprobs)
         execute_s = time.monotonic() - launched.start_s
         if self._speculation is not None:
             self._speculation.advance(scheduled, has_sampled, execute_s)
@@ -321,7 +324,7 @@ class Executor:
             failed_disk_block_ids=disk.failed_stores,
             loaded_host_block_ids=disk.loaded,
             failed_host_block_ids=disk.failed_loads,
-            logprobs=_of_sampled(sampled.logprobs, has_sampled),
+            logprobs=logprobs,
             prompt_logprobs=tuple(
                 logprobs for scores in launched.prompt_scores for logprobs in scores.wait()
             ),

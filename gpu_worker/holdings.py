@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step import LABEL_BYTES, Int32Array
+from gpu_worker.step import LABEL_BYTES, Int32Array, TokenLogprob
 
 Labels = npt.NDArray[np.uint8]
 """uint8[N, 32]: the labels of N blocks."""
@@ -24,6 +24,8 @@ class HeldRow:
     has_stopped: bool
     """Whether its last token is a stop token."""
     had_logprobs: bool
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of its last tokens, in order."""
     note: bytes = b""
     """What the scheduler wanted to be told with it."""
 

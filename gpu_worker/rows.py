@@ -12,7 +12,8 @@ Each row's tokens, by position::
     [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +27,13 @@ from gpu_worker.step import (
     Limits,
     NewRow,
     StepInput,
+    TokenLogprob,
 )
 from rpc.errors import InvalidArgumentError
+
+_NUM_LOGPROBS = 32
+"""Kept of each row's last tokens: more than the steps and messages under way have of one, guesses
+included, of which nobody has heard when the scheduler dies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +98,8 @@ class Rows:
         """Whether the last of these is an end token."""
         self._new: list[NewRow | None] = [None] * num_rows
         """As each row was announced."""
+        self._logprobs: dict[int, deque[TokenLogprob]] = {}
+        """By row, those of its last tokens, if they are wanted."""
 
     @property
     def num_used(self) -> int:
@@ -134,6 +142,21 @@ class Rows:
         """Write sampled tokens that have arrived; those of sequences gone by now are dropped."""
         current = self.is_current(rows, incarnations)
         self.token_ids[rows[current], positions[current]] = values[current]
+
+    def store_logprobs(
+        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[TokenLogprob]
+    ) -> None:
+        """Keep log-probabilities that have arrived, for the next scheduler.
+
+        Args:
+            rows: int64[N]: rows that sampled a token each.
+            incarnations: int64[N]; of sequences gone by now they are dropped.
+            logprobs: Each of the token at its `index` in `rows`.
+        """
+        for logprob in logprobs:
+            row = int(rows[logprob.index])
+            if self.incarnation[row] == incarnations[logprob.index]:
+                self._logprobs.setdefault(row, deque(maxlen=_NUM_LOGPROBS)).append(logprob)
 
     def end(
         self,
@@ -187,6 +210,7 @@ class Rows:
                     has_stopped=has_stopped,
                     had_logprobs=new.sampling.logprobs is not None,
                     note=new.note,
+                    logprobs=tuple(self._logprobs.get(row, ())),
                 )
             )
         return tuple(held)
@@ -223,6 +247,7 @@ class Rows:
         self.is_used[row] = True
         self.incarnation[row] += 1
         self._new[row] = new
+        self._logprobs.pop(row, None)
 
     def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
         _require(self.is_used[rows], "appended_rows", rows, "which is free")

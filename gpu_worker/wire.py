@@ -151,18 +151,19 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
 
 
 def _logprob_to_proto(logprob: TokenLogprob) -> worker_pb2.SampledLogprob:
-    return worker_pb2.SampledLogprob(index=logprob.index, logprob=_token_logprob_to_proto(logprob))
+    return worker_pb2.SampledLogprob(index=logprob.index, logprob=token_logprob_to_proto(logprob))
 
 
 def _prompt_logprobs_to_proto(scores: PromptLogprobs) -> worker_pb2.PromptLogprobs:
     return worker_pb2.PromptLogprobs(
         row=scores.row,
         position=scores.position,
-        logprobs=map(_token_logprob_to_proto, scores.logprobs),
+        logprobs=map(token_logprob_to_proto, scores.logprobs),
     )
 
 
-def _token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+def token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Build what is told of one token."""
     return common_pb2.TokenLogprob(
         logprob=logprob.logprob,
         top_token_ids=logprob.top_token_ids.tolist(),

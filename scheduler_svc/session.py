@@ -40,7 +40,12 @@ from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_observer import StepObserver
 from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
-from scheduler_svc.wire.router import finished_to_proto, news_to_proto, prompt_logprobs_to_proto
+from scheduler_svc.wire.router import (
+    finished_to_proto,
+    held_logprobs_to_proto,
+    news_to_proto,
+    prompt_logprobs_to_proto,
+)
 from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
@@ -373,7 +378,7 @@ class Session:
     def _tell_adopted(self) -> None:
         """Tell the routers of tokens that the worker had sampled for the scheduler before."""
         if (news := self._core.take_adopted()) is not None:
-            self._streams.deliver(news_to_proto(0, news, ()))
+            self._streams.deliver(news_to_proto(0, news, held_logprobs_to_proto(news)))
             for admitted in news.admitted:
                 self._spans.admitted(admitted)
             self._after(news.finished)

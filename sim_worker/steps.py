@@ -238,6 +238,8 @@ class SimulatedSteps:
         stops &= may_end
         self._rows.end(rows[stops], incarnations[stops], positions[stops] + 1, stops[stops])
         self._rows.store_sampled(rows, incarnations, positions, token_ids)
+        logprobs = self._logprobs(rows, token_ids)
+        self._rows.store_logprobs(rows, incarnations, logprobs)
         sampled_rows = rows.astype(np.int32)
         return StepOutput(
             step_id=step_id,
@@ -245,7 +247,7 @@ class SimulatedSteps:
             sampled_token_ids=token_ids.astype(np.int32),
             stopped_rows=sampled_rows[stops],
             failed_rows=np.empty(0, np.int32),
-            logprobs=self._logprobs(rows, token_ids),
+            logprobs=logprobs,
             prompt_logprobs=tuple(self._prompt_logprobs(scheduled)),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,

@@ -62,7 +62,7 @@ class ReadHoldingsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[HeldRow, _Mapping]]] = ..., device: _Optional[_Union[HeldBlocks, _Mapping]] = ..., host: _Optional[_Union[HeldBlocks, _Mapping]] = ..., disk: _Optional[_Union[HeldBlocks, _Mapping]] = ..., pins: _Optional[_Union[HeldPins, _Mapping]] = ...) -> None: ...
 
 class HeldRow(_message.Message):
-    __slots__ = ("identity", "token_ids", "num_computed_tokens", "block_ids", "has_stopped", "had_logprobs", "note")
+    __slots__ = ("identity", "token_ids", "num_computed_tokens", "block_ids", "has_stopped", "had_logprobs", "note", "logprobs")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class HeldRow(_message.Message):
     HAS_STOPPED_FIELD_NUMBER: _ClassVar[int]
     HAD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     identity: bytes
     token_ids: bytes
     num_computed_tokens: int
@@ -77,7 +78,8 @@ class HeldRow(_message.Message):
     has_stopped: bool
     had_logprobs: bool
     note: bytes
-    def __init__(self, identity: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., has_stopped: bool = ..., had_logprobs: bool = ..., note: _Optional[bytes] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
+    def __init__(self, identity: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., has_stopped: bool = ..., had_logprobs: bool = ..., note: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("block_ids", "labels")

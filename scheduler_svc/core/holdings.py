@@ -26,7 +26,9 @@ class HeldRow:
     has_stopped: bool
     """Whether its last token ends it."""
     had_logprobs: bool
-    """Whether log-probabilities came with its tokens; nobody has them any more."""
+    """Whether log-probabilities came with its tokens."""
+    logprobs: tuple[bytes, ...] = ()
+    """Those of its last tokens, in order: for the source; the core never looks inside."""
     search: SearchState | None = None
     """How far the search is whose best beam it is; of its blocks only the names are of use."""
 

@@ -112,7 +112,7 @@ class LiveSequences:
 
     def _add_search(self, request: Request, width: int, place: Place, now: float) -> Sequence:
         """Create the sequences of a beam search; return the one that can be queued."""
-        bare = replace(request, outputs=())  # it starts anew
+        bare = replace(request, outputs=())  # they are empty
         seqs = tuple(self._create(bare, index, place, now) for index in range(width))
         group = BeamGroup(bare, seqs)
         for seq in seqs:

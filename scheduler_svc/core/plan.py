@@ -220,3 +220,5 @@ class News:
     finished: tuple[Finished, ...]
     pinned: tuple[Pinned, ...] = ()
     """Sequences whose prompt was pinned since the last news."""
+    logprobs: tuple[tuple[int, bytes], ...] = ()
+    """Of tokens that no step has brought: their `result_index`, and `HeldRow.logprobs`."""

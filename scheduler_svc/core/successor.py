@@ -16,9 +16,9 @@ What is known of it, and what becomes of that:
 Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or until somebody
 could not run otherwise. Then what is named among them stays in the cache, and the rest is free.
 
-The worker may have sampled tokens of which the source has not heard: it does now, so that not even
-those are computed again. If it wants log-probabilities, which nobody has kept, they are drawn
-again, and come out the same.
+The worker may have sampled tokens of which the source has not heard: it does now, with their
+log-probabilities, so that not even those are computed again. If it lacks more of these than the
+worker has kept, the tokens are drawn again, and come out the same.
 """
 
 from dataclasses import dataclass, replace
@@ -44,8 +44,9 @@ class Successor(Replica):
         super().__init__(config)
         self._unclaimed: dict[bytes, list[HeldRow]] = {}
         self._claimable_until = 0.0
-        self._told: list[tuple[Sequence, Int32Array]] = []
-        """Tokens that sequences had already, and of which their sources have not heard."""
+        self._told: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
+        """Tokens that sequences had already, and of which their sources have not heard; with their
+        log-probabilities, if these are wanted."""
         self._ended: list[Finished] = []
 
     # --- taking over ----------------------------------------------------------------------------
@@ -85,14 +86,18 @@ class Successor(Replica):
         told, self._told = self._told, []
         ended, self._ended = tuple(self._ended), []
         admitted, self._admitted = tuple(self._admitted), []
-        seqs = [seq for seq, tokens in told for _ in range(len(tokens))]
+        seqs = [seq for seq, tokens, _ in told for _ in range(len(tokens))]
+        logprobs: list[bytes | None] = []
+        for _, tokens, scores in told:
+            logprobs += scores or [None] * len(tokens)
         return News(
             sources=np.array([seq.request.source for seq in seqs], np.int32),
             seq_keys=np.array([seq.seq_key for seq in seqs], np.uint64),
-            token_ids=np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens in told)]),
-            result_index=np.zeros(len(seqs), np.int32),
+            token_ids=np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens, _ in told)]),
+            result_index=np.arange(len(seqs), dtype=np.int32),
             admitted=admitted,
             finished=ended,
+            logprobs=tuple((i, each) for i, each in enumerate(logprobs) if each is not None),
         )
 
     # --- what a core does -----------------------------------------------------------------------
@@ -161,10 +166,13 @@ class Successor(Replica):
         if not (seq.request.reads_prefix_cache or has_all_to_tell):
             return False  # its prompt's log-probabilities are still to be told
         num_known = len(seq.token_ids)
-        if len(row.token_ids) > num_known and not row.had_logprobs:
+        num_new = len(row.token_ids) - num_known
+        has_all = not row.had_logprobs or len(row.logprobs) >= num_new
+        if num_new > 0 and has_all:
             seq.token_ids = row.token_ids
             self._tell_admitted(seq, 0, seq.arrived)
-            self._told.append((seq, row.token_ids[num_known:]))
+            logprobs = row.logprobs[-num_new:] if row.had_logprobs else ()
+            self._told.append((seq, row.token_ids[num_known:], logprobs))
             if row.has_stopped or len(row.token_ids) >= seq.max_total_tokens:
                 self._let_go(row)
                 self._waiting.push(seq)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from quire.v1 import worker_pb2
+from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.block_hash import HASH_BYTES, BlockHash
@@ -51,6 +51,7 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
         _check_limit("rows.token_ids", num_tokens, info.model.max_model_len)
         _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
         _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
+        _check_limit("rows.logprobs", len(row.logprobs), num_tokens)
         _check_tokens("rows.token_ids", row.token_ids, info.model.vocab_size)
         if row.search is not None:
             for output in (*row.search.beams, *row.search.hypotheses):
@@ -73,6 +74,7 @@ def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
                 has_stopped=row.has_stopped,
                 had_logprobs=row.had_logprobs,
                 note=b"" if row.search is None else search_to_note(row.search),
+                logprobs=map(common_pb2.TokenLogprob.FromString, row.logprobs),
             )
             for row in holdings.rows
         ],
@@ -88,6 +90,13 @@ def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
 
 def _row_from_proto(message: worker_pb2.HeldRow) -> HeldRow:
     block_ids = unpack_int32(message.block_ids, "rows.block_ids")
+    for logprob in message.logprobs:
+        if len(logprob.top_token_ids) != len(logprob.top_logprobs):
+            raise InvalidArgumentError(
+                "rows.logprobs.top_logprobs",
+                f"has {len(logprob.top_logprobs)} entries; it must have one for each of "
+                f"top_token_ids, {len(logprob.top_token_ids)}",
+            )
     return HeldRow(
         identity=message.identity,
         token_ids=unpack_int32(message.token_ids, "rows.token_ids"),
@@ -95,6 +104,7 @@ def _row_from_proto(message: worker_pb2.HeldRow) -> HeldRow:
         block_ids=tuple(map(DeviceBlockId, block_ids.tolist())),
         has_stopped=message.has_stopped,
         had_logprobs=message.had_logprobs,
+        logprobs=tuple(logprob.SerializeToString() for logprob in message.logprobs),
         search=search_from_note(message.note),
     )
 

@@ -284,6 +284,14 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     return message
 
 
+def held_logprobs_to_proto(news: News) -> list[worker_pb2.SampledLogprob]:
+    """Make log-probabilities that a worker has kept what they would be in a step's result."""
+    return [
+        worker_pb2.SampledLogprob(index=index, logprob=common_pb2.TokenLogprob.FromString(logprob))
+        for index, logprob in news.logprobs
+    ]
+
+
 def _logprobs_to_proto(
     logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
 ) -> Iterator[scheduler_pb2.IndexedLogprob]:

@@ -30,13 +30,14 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     first = first_batch(epoch=2, blocks=(0, 1, 2))
     first.new_sequences[0].identity = b"i" * 32
     first.new_sequences[0].note = b"note"
-    await ask(call, first)
+    first.new_sequences[0].sampling.logprobs = 2
+    told = [(await ask(call, first)).logprobs[0].logprob]
     message = batch(2, 1, epoch=2, labelled_block_ids=[0, 5, 9])
     message.labels = b"a" * 32 + b"b" * 32 + b"c" * 32
     message = with_moves(message, copy=([5], [6]))
     message.pinned_labels, message.pinned_s[:] = b"b" * 32 + b"d" * 32, [600.0, 1e-9]
-    await ask(call, message)
-    await ask(call, batch(3, 1, epoch=2))
+    told += [(await ask(call, message)).logprobs[0].logprob]
+    told += [(await ask(call, batch(3, 1, epoch=2))).logprobs[0].logprob]
     await attach(worker, 3)
     whole = await held(worker, 3)
     (row,) = whole.rows
@@ -44,6 +45,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     assert tokens == [*PROMPT, *expected[:3]]
     assert row.num_computed_tokens == len(tokens) - 1
     assert row.note == b"note"
+    assert list(row.logprobs) == told
     labels = whole.device.labels
     blocks = unpack_int32(whole.device.block_ids, "block_ids").tolist()
     named = {block: labels[32 * i] for i, block in enumerate(blocks)}

@@ -125,13 +125,15 @@ class FakeWorker:
         return bool(row.new.identity) and not any(self.slots[slot] == BROKEN for slot in slots)
 
     def _held(self, row: Row) -> HeldRow:
+        luck = crc32(row.new.identity)
         return HeldRow(
             identity=row.new.identity,
             token_ids=np.array(row.tokens, np.int32),
             num_computed_tokens=min(row.computed, len(row.tokens) - 1),
             block_ids=tuple(map(DeviceBlockId, row.blocks)),
             has_stopped=row.ended,
-            had_logprobs=crc32(row.new.identity) % 4 == 0,  # as good as any
+            had_logprobs=luck % 4 == 0,  # as good as any
+            logprobs=tuple(map(log_of, range(len(row.tokens))[len(row.tokens) - luck // 4 % 4 :])),
             search=row.new.search,
         )
 
@@ -333,6 +335,11 @@ class FakeWorker:
             candidate_logprobs=np.array([p for _, pairs in beams for _, p in pairs], np.float32),
             **{name: ints(blocks) for name, blocks in asdict(ends).items()},
         )
+
+
+def log_of(position: int) -> bytes:
+    """Stand for the log-probability of the token at a position."""
+    return f"log-probability of token {position}".encode()
 
 
 def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:

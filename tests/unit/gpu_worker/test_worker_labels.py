@@ -6,7 +6,7 @@ import pytest
 from gpu_worker.block_labels import BlockLabels
 from gpu_worker.rows import Rows
 from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.step import Limits, NewRow, StepInput, TokenLogprob
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -186,3 +186,19 @@ class TestHeldRows:
         (held,) = worker.rows.held(worker.labels.has_void)
         assert (len(held.token_ids), held.num_computed_tokens) == (7, 6)
         assert (held.has_stopped, held.had_logprobs) == (True, True)
+
+    def test_the_log_probabilities_of_its_last_tokens_are_told(self, worker):
+        rows = worker.rows
+        worker.step(new_rows=(new_row(0, [1, 2], 6), new_row(1, [3, 4], 6)))
+        before = rows.incarnation[[1, 0]]
+        for number in range(40):
+            rows.store_logprobs(np.array([1, 0]), before, [logprob(0, number), logprob(1, -number)])
+        worker.step(released_rows=[1], new_rows=(new_row(1, [5, 6], 6),))
+        rows.store_logprobs(np.array([1, 0]), before, [logprob(0, 40), logprob(1, -40)])
+        first, second = rows.held(worker.labels.has_void)
+        assert [each.logprob for each in first.logprobs] == [-float(n) for n in range(9, 41)]
+        assert second.logprobs == (), "those that come late are another's"
+
+
+def logprob(index, value):
+    return TokenLogprob(index, float(value), ints(), np.empty(0, np.float32))

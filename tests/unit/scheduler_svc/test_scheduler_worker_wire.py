@@ -22,6 +22,9 @@ from scheduler_svc.wire.worker_info import worker_info_from_proto
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
 
+LOGPROB = common_pb2.TokenLogprob(logprob=-1.5, top_token_ids=[3], top_logprobs=[-0.5])
+
+
 def ints(*values):
     return np.array(values, np.int32)
 
@@ -187,6 +190,8 @@ class TestHoldings:
         num_computed_tokens=2,
         block_ids=pack_int32([7]),
         has_stopped=True,
+        had_logprobs=True,
+        logprobs=[LOGPROB, LOGPROB],
     )
     NAMED = worker_pb2.HeldBlocks(block_ids=pack_int32([3, 1]), labels=b"a" * 32 + b"b" * 32)
 
@@ -202,6 +207,7 @@ class TestHoldings:
         assert list(holdings.host.block_ids) == [3, 1, 0]
         assert list(holdings.host.hashes) == [b"a" * 32, b"b" * 32, b"c" * 32]
         assert len(holdings.rows) == 2
+        assert holdings.rows[0].logprobs == (LOGPROB.SerializeToString(),) * 2
         assert holdings.pins == ((b"a" * 32, 1.5), (b"d" * 32, 60.0))
         check_holdings(holdings, self.INFO)
         assert holdings_to_proto(holdings_from_proto([holdings_to_proto(holdings)])) == (
@@ -217,15 +223,21 @@ class TestHoldings:
             ("num_computed_tokens", 3, "rows.num_computed_tokens is or has 3; the limit is 2"),
             ("token_ids", pack_int32([1, 100, 2]), "rows.token_ids has 100"),
             ("token_ids", pack_int32([1] * 17), "rows.token_ids is or has 17; the limit is 16"),
+            ("logprobs", [LOGPROB] * 2, "rows.logprobs is or has 4; the limit is 3"),
+            ("logprobs", [common_pb2.TokenLogprob(top_token_ids=[1])], "top_logprobs has 0"),
         ],
     )
     def test_a_row_that_cannot_be_is_refused(self, field, value, problem):
         row = worker_pb2.HeldRow()
         row.CopyFrom(self.ROW)
-        setattr(row, field, value)
-        holdings = holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])])
+        if field == "logprobs":
+            row.logprobs.extend(value)
+        else:
+            setattr(row, field, value)
         with pytest.raises(InvalidArgumentError, match=problem):
-            check_holdings(holdings, self.INFO)
+            check_holdings(
+                holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])]), self.INFO
+            )
 
     def test_how_far_a_search_is_comes_back_as_it_was_sent(self):
         search = SearchState(

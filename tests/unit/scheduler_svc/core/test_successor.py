@@ -18,7 +18,7 @@ from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.successor import Successor
 from tests.property.beams import expected_search
 from tests.property.oracle import expected_output
-from tests.property.worker import SEARCH, FakeWorker
+from tests.property.worker import SEARCH, FakeWorker, log_of
 
 CONFIG = SchedulerConfig(
     num_blocks=32,
@@ -156,6 +156,25 @@ def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
     pair.run()
     assert_all_heard(pair, request)
     assert pair.core.load().num_recomputed_tokens == 2
+
+
+def test_tokens_whose_log_probabilities_are_kept_are_told_with_them(monkeypatch):
+    monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 3)  # of three tokens
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(4)
+    pair.step(2, is_heard=False)
+    num_computed = pair.worker.num_computed_tokens
+    pair.replace_core()
+    pair.core.submit(pair.again(request), 0.0)
+    news = pair.core.take_adopted()
+    assert len(news.token_ids) == 2
+    assert news.logprobs == tuple((i, log_of(16 + 4 + i)) for i in range(2))
+    assert news.result_index.tolist() == [0, 1]
+    pair._hear(news)
+    pair.run()
+    assert_all_heard(pair, request)
+    assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
 
 
 def test_a_sequence_that_stopped_unheard_ends(monkeypatch):
