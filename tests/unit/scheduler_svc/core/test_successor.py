@@ -262,6 +262,20 @@ def test_pins_stay_for_the_rest_of_their_time_and_outlive_newer_prompts():
     assert pair.core.load().num_pinned_blocks == 0
 
 
+def test_rows_that_nobody_has_claimed_give_way_to_a_search_and_pins_do_not():
+    pair, pinned = Pair(max_num_seqs=3), make_request(max_tokens=1, cache_pin_s=20.0)
+    pair.submit(pinned)
+    pair.run()
+    pair.submit(long_request(1))
+    pair.step(2)
+    pair.replace_core()
+    assert len(pair.core.unclaimed) == 1
+    pair.submit(make_request(2, **SEARCHES))
+    pair.step()
+    assert not pair.core.unclaimed
+    assert pair.core.load().num_pinned_blocks == 2
+
+
 def test_of_more_pins_than_the_quota_those_that_end_last_stay_and_of_them_the_beginning():
     pair, prompts = Pair(max_pinned_share=1.0), ([0] * 8, [1] * 8)
     for key, (prompt, pin_s) in enumerate(zip(prompts, (30.0, 20.0), strict=True)):
