@@ -5,7 +5,9 @@ import torch
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
-from kernels.cpu.decoder import NativeDecoder, NativeLayer, NativeLinear, NativeShape
+from kernels.cpu.decoder import NativeDecoder
+from kernels.cpu.layer_calls import NativeLayer, NativeLinear, can_gate
+from kernels.cpu.workspace import NativeShape
 
 
 class NativeLayers:
@@ -18,6 +20,11 @@ class NativeLayers:
         final_norm: torch.Tensor,
         cos_sin: torch.Tensor,
     ) -> None:
+        self._final_norm = final_norm
+        self._cos_sin = cos_sin
+        native = [_native_layer(layer) for layer in layers]
+        self._layers = [layer for layer in native if layer is not None]
+        self._is_whole = len(self._layers) == len(layers)
         self._shape = NativeShape(
             hidden_size=config.hidden_size,
             num_heads=config.num_heads,
@@ -25,12 +32,9 @@ class NativeLayers:
             head_dim=config.head_dim,
             intermediate_size=config.intermediate_size,
             rms_norm_eps=config.rms_norm_eps,
+            has_qk_norm=any(layer.qk_norm is not None for layer in self._layers),
+            is_gated=all(can_gate(layer.gate_up) for layer in self._layers),
         )
-        self._final_norm = final_norm
-        self._cos_sin = cos_sin
-        native = [_native_layer(layer) for layer in layers]
-        self._layers = [layer for layer in native if layer is not None]
-        self._is_whole = len(self._layers) == len(layers)
         self._key_cache: torch.Tensor | None = None
         self._decoder: NativeDecoder | None = None
 

@@ -30,15 +30,20 @@ class Kernel:
         function.argtypes = (ctypes.c_char_p,)
         function.restype = None
         self._call: Callable[[bytes], None] = function
-        share = getattr(library, f"quire_{name}_share")
-        self.share_address = ctypes.cast(share, ctypes.c_void_p).value
-        """Of the function that does one thread's share, for a `Program`."""
+        self.share_address = _address(library, f"quire_{name}_share")
+        """Of the function that does a share of the work."""
+        self.count_address = _address(library, f"quire_{name}_count")
+        """Of the function that says how many shares there should be."""
         self.pack = struct.Struct(f"@{fields}").pack
         """The structure as bytes; tensors as `data_ptr()`, None as 0."""
 
     def __call__(self, *fields: float) -> None:
         """Call it now; fields as for `pack`."""
         self._call(self.pack(*fields))
+
+
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +53,32 @@ class Call:
     kernel: Kernel
     args: bytes
     """What `kernel.pack` gave; what it points to must live as long as this."""
-    waits: bool = True
-    """Whether it needs more of the calls before it than its own thread's share of tokens."""
+    joins: bool = False
+    """Whether it needs nothing of the call before but the same tokens."""
 
 
 class Program:
     """Calls that run one after another without the threads' going to sleep in between."""
 
-    def __init__(self, library: "Library", calls: Sequence[Call]) -> None:
+    def __init__(self, library: "Library", calls: Sequence[Call], num_apart: int) -> None:
+        """Memory that a call reads or writes is changed by no call within `num_apart` after it.
+
+        Not even by itself: a thread that has lost its core does late, and twice, what others did.
+        """
         self._run = library.run
         self._args = [ctypes.create_string_buffer(call.args, len(call.args)) for call in calls]
         table = b"".join(
-            struct.pack("@PPq", call.kernel.share_address, ctypes.addressof(args), call.waits)
+            struct.pack(
+                "@PPPq",
+                call.kernel.share_address,
+                call.kernel.count_address,
+                ctypes.addressof(args),
+                call.joins,
+            )
             for call, args in zip(calls, self._args, strict=True)
         )
         self._table = ctypes.create_string_buffer(table, len(table))
-        self._head = struct.pack("@Pq", ctypes.addressof(self._table), len(calls))
+        self._head = struct.pack("@Pqq", ctypes.addressof(self._table), len(calls), num_apart)
 
     def __call__(self) -> None:
         """Run it; what its calls point to is as they need it."""
@@ -80,7 +95,9 @@ class Library:
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
         self.store_kv = Kernel(library, "store_kv", "5q5P10q")
         self.attention = Kernel(library, "attention", "9q11P15q2d")
-        self.linear = Kernel(library, "linear", "3q4P3q")
+        self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
+        """The second half of `attention`, by the same fields, where there are partial results."""
+        self.linear = Kernel(library, "linear", "3q4P4q")
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None

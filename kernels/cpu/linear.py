@@ -69,17 +69,31 @@ class PackedLinear:
         num_in = self._panels.shape[1] * 2
         check_tensor("x", x, (x.shape[0], num_in), torch.bfloat16, self._panels)
         out = x.new_empty((x.shape[0], self._num_out), dtype=dtype)
-        self._library.linear(*self._fields(x, out))
+        self._library.linear(*self._fields(x, out, is_gated=False))
         return out
 
     def call(self, x: torch.Tensor, out: torch.Tensor) -> Call:
-        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16 and contiguous."""
-        return Call(self._library.linear, self._library.linear.pack(*self._fields(x, out)))
+        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16; rows may lie apart."""
+        linear = self._library.linear
+        return Call(linear, linear.pack(*self._fields(x, out, is_gated=False)))
 
-    def _fields(self, x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    @property
+    def can_gate(self) -> bool:
+        """Whether `call_gated` can be called: no panel has both gates and what they are for."""
+        return self._num_out % (2 * _PANEL) == 0
+
+    def call_gated(self, x: torch.Tensor, out: torch.Tensor) -> Call:
+        """The call that maps `x` to `silu(gate) * up` `[T, N / 2]`, if `[gate, up]` is the map's.
+
+        Rounded where `call` and `silu_mul` round.
+        """
+        linear = self._library.linear
+        return Call(linear, linear.pack(*self._fields(x, out, is_gated=True)))
+
+    def _fields(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> tuple[int, ...]:
         return (
-            x.shape[0], self._panels.shape[1] * 2, self._num_out,
+            x.shape[0], self._panels.shape[1] * 2, self._num_out // (2 if is_gated else 1),
             x.data_ptr(), self._panels.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(),
-            DTYPES[out.dtype], x.stride(0), 0,
+            DTYPES[out.dtype], x.stride(0), out.stride(0), is_gated,
         )  # fmt: skip

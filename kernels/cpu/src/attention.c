@@ -12,6 +12,12 @@
 #include "attention_few.h"
 #include "threads.h"
 
+enum {
+    SHARE_COST = 1024, /* two microseconds */
+    MOST_SHARES = 32,  /* each goes through all items */
+    MERGED_HEADS = 32, /* of a share */
+};
+
 static const float NOTHING_SEEN = -1e30f; /* the running maximum before the first key */
 static const float LOG2_E = 1.44269504f;
 
@@ -303,13 +309,14 @@ static bool next_item(const struct attention *a, struct walk *w, struct item *it
     return false;
 }
 
-/* The splits of a lone token, merged in order; `partials` are those of its kv head. */
+/* The splits of a lone token, merged in order into `all`; `partials` are those of its kv head. */
 INLINE void merge_splits(dtype type, const struct attention *a, int64_t width,
-                         const struct item *item, float *partials, int64_t num_splits)
+                         const struct item *item, const float *partials, int64_t num_splits,
+                         float *all)
 {
     int64_t group = group_of(a), row_floats = width + 2;
     for (int64_t g = 0; g < group; g++) {
-        float *all = partials + g * row_floats;
+        memcpy(all, partials + g * row_floats, 4 * row_floats);
         for (int64_t split = 1; split < num_splits; split++) {
             const float *one = partials + (split * group + g) * row_floats;
             merge_row(width, all, all + 1, all + 2, one[0], one[1], one + 2);
@@ -318,12 +325,13 @@ INLINE void merge_splits(dtype type, const struct attention *a, int64_t width,
     }
 }
 
-INLINE void attend_share(dtype type, const struct attention *a, int64_t total_cost,
-                         bool has_splits, int worker, int num_workers)
+/* The items that start within a share of the cost. */
+INLINE void attend_share(dtype type, const struct attention *a, int64_t total_cost, int64_t share,
+                         int64_t num_shares)
 {
     struct scratch s = make_scratch(type, a);
-    int64_t begin = share_start(total_cost, worker, num_workers);
-    int64_t end = share_start(total_cost, worker + 1, num_workers);
+    int64_t begin = share_start(total_cost, share, num_shares);
+    int64_t end = share_start(total_cost, share + 1, num_shares);
     struct walk w = {0};
     struct item item, next;
     int64_t before = 0, cost, next_cost, partial = 0, row_floats = s.width + 2;
@@ -341,19 +349,22 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
         item = next, cost = next_cost;
     }
     free(s.memory);
-    if (!has_splits) return;
-    if (num_workers > 1) {
-#pragma omp barrier
+}
+
+INLINE void merge_share(dtype type, const struct attention *a, int64_t share, int64_t num_shares)
+{
+    int64_t width = ceil_div(a->head_dim, LANES) * LANES, heads = 0, first = 0, cost;
+    struct walk w = {0};
+    struct item item;
+    float *all = malloc(4 * (width + 2));
+    while (next_item(a, &w, &item, &cost)) {
+        if (w.num_partials == first || w.start != 0) continue; /* not a head's last split */
+        int64_t num_splits = (w.num_partials - first) / group_of(a);
+        if (heads++ % num_shares == share)
+            merge_splits(type, a, width, &item, a->partials + first * (width + 2), num_splits, all);
+        first = w.num_partials;
     }
-    struct walk again = {0};
-    int64_t heads = 0, first = 0;
-    while (next_item(a, &again, &item, &cost)) {
-        if (again.num_partials == first || again.start != 0) continue; /* not a head's last split */
-        int64_t num_splits = (again.num_partials - first) / group_of(a);
-        if (heads++ % num_workers == worker)
-            merge_splits(type, a, s.width, &item, a->partials + first * row_floats, num_splits);
-        first = again.num_partials;
-    }
+    free(all);
 }
 
 /* Tokens that belong to no sequence, or to one of length 0, give zeros. */
@@ -369,15 +380,46 @@ static void clear_unowned(const struct attention *a)
     memset(a->out + done * token_bytes, 0, (a->num_tokens - done) * token_bytes);
 }
 
-void quire_attention_share(const void *args, int worker, int num_workers)
+static int64_t total_cost(const struct attention *a)
 {
-    const struct attention *a = args;
     struct walk w = {0};
     struct item item;
-    int64_t cost, total_cost = 0;
-    while (next_item(a, &w, &item, &cost)) total_cost += cost;
-    if (worker == 0) clear_unowned(a);
-    BY_DTYPE(a->type, attend_share, a, total_cost, w.num_partials > 0, worker, num_workers);
+    int64_t cost, total = 0;
+    while (next_item(a, &w, &item, &cost)) total += cost;
+    return total;
 }
 
-void quire_attention(const struct attention *a) { in_parallel(true, quire_attention_share, a); }
+int64_t quire_attention_count(const void *args)
+{
+    return min64(shares_of(total_cost(args), SHARE_COST), MOST_SHARES);
+}
+
+void quire_attention_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct attention *a = args;
+    if (share == 0) clear_unowned(a);
+    BY_DTYPE(a->type, attend_share, a, total_cost(a), share, num_shares);
+}
+
+int64_t quire_merge_splits_count(const void *args)
+{
+    const struct attention *a = args;
+    return shares_of(a->num_seqs * a->num_heads, MERGED_HEADS);
+}
+
+void quire_merge_splits_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct attention *a = args;
+    BY_DTYPE(a->type, merge_share, a, share, num_shares);
+}
+
+void quire_merge_splits(const struct attention *a)
+{
+    run_call(quire_merge_splits_share, quire_merge_splits_count, a);
+}
+
+void quire_attention(const struct attention *a)
+{
+    run_call(quire_attention_share, quire_attention_count, a);
+    if (a->partials) quire_merge_splits(a);
+}

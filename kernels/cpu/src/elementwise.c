@@ -2,7 +2,7 @@
 #include "simd.h"
 #include "threads.h"
 
-enum { ROWS_WORTH_IT = 16384 }; /* elements that pay for waking a second thread */
+enum { SHARE_ELEMS = 8192 }; /* that pay for being a share of their own */
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is one.
  * The sum, and the quotient before the product, are rounded to the dtype. */
@@ -65,16 +65,22 @@ INLINE void norm_tokens(dtype type, const struct rms_norm *a, int64_t start, int
         norm_row(type, a, row);
 }
 
-void quire_rms_norm_share(const void *args, int worker, int num_workers)
+void quire_rms_norm_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct rms_norm *a = args;
-    BY_DTYPE(a->type, norm_tokens, a, share_start(a->num_tokens, worker, num_workers),
-             share_start(a->num_tokens, worker + 1, num_workers));
+    BY_DTYPE(a->type, norm_tokens, a, share_start(a->num_tokens, share, num_shares),
+             share_start(a->num_tokens, share + 1, num_shares));
+}
+
+int64_t quire_rms_norm_count(const void *args)
+{
+    const struct rms_norm *a = args;
+    return shares_of(a->num_tokens * a->num_heads * a->width, SHARE_ELEMS);
 }
 
 void quire_rms_norm(const struct rms_norm *a)
 {
-    in_parallel(a->num_tokens * a->num_heads * a->width > ROWS_WORTH_IT, quire_rms_norm_share, a);
+    run_call(quire_rms_norm_share, quire_rms_norm_count, a);
 }
 
 /* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head; cos and sin
@@ -123,17 +129,22 @@ INLINE void rotate_tokens(dtype type, const struct rotary *a, int64_t start, int
     }
 }
 
-void quire_rotary_share(const void *args, int worker, int num_workers)
+void quire_rotary_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct rotary *a = args;
-    BY_DTYPE(a->type, rotate_tokens, a, share_start(a->num_tokens, worker, num_workers),
-             share_start(a->num_tokens, worker + 1, num_workers));
+    BY_DTYPE(a->type, rotate_tokens, a, share_start(a->num_tokens, share, num_shares),
+             share_start(a->num_tokens, share + 1, num_shares));
+}
+
+int64_t quire_rotary_count(const void *args)
+{
+    const struct rotary *a = args;
+    return shares_of(a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half, SHARE_ELEMS);
 }
 
 void quire_rotary(const struct rotary *a)
 {
-    int64_t elems = a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
-    in_parallel(elems > ROWS_WORTH_IT, quire_rotary_share, a);
+    run_call(quire_rotary_share, quire_rotary_count, a);
 }
 
 /* out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]; SiLU is rounded before the product. */
@@ -162,16 +173,22 @@ INLINE void gate_tokens(dtype type, const struct silu_mul *a, int64_t start, int
     }
 }
 
-void quire_silu_mul_share(const void *args, int worker, int num_workers)
+void quire_silu_mul_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct silu_mul *a = args;
-    BY_DTYPE(a->type, gate_tokens, a, share_start(a->num_tokens, worker, num_workers),
-             share_start(a->num_tokens, worker + 1, num_workers));
+    BY_DTYPE(a->type, gate_tokens, a, share_start(a->num_tokens, share, num_shares),
+             share_start(a->num_tokens, share + 1, num_shares));
+}
+
+int64_t quire_silu_mul_count(const void *args)
+{
+    const struct silu_mul *a = args;
+    return shares_of(a->num_tokens * a->width, SHARE_ELEMS);
 }
 
 void quire_silu_mul(const struct silu_mul *a)
 {
-    in_parallel(a->num_tokens * a->width > ROWS_WORTH_IT, quire_silu_mul_share, a);
+    run_call(quire_silu_mul_share, quire_silu_mul_count, a);
 }
 
 /* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
@@ -187,12 +204,12 @@ struct store_kv {
     int64_t value_cache_stride_b, value_cache_stride_p, value_cache_stride_h;
 };
 
-void quire_store_kv_share(const void *args, int worker, int num_workers)
+void quire_store_kv_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct store_kv *a = args;
-    int64_t end = share_start(a->num_tokens, worker + 1, num_workers);
+    int64_t end = share_start(a->num_tokens, share + 1, num_shares);
     int64_t bytes = a->elem_bytes, row_bytes = a->head_dim * bytes;
-    for (int64_t t = share_start(a->num_tokens, worker, num_workers); t < end; t++) {
+    for (int64_t t = share_start(a->num_tokens, share, num_shares); t < end; t++) {
         int64_t slot = a->slot_mapping[t];
         if (slot < 0) continue; /* PAD_SLOT */
         int64_t block = slot / a->block_size, offset = slot % a->block_size;
@@ -207,8 +224,13 @@ void quire_store_kv_share(const void *args, int worker, int num_workers)
     }
 }
 
+int64_t quire_store_kv_count(const void *args)
+{
+    const struct store_kv *a = args;
+    return shares_of(a->num_tokens * a->num_kv_heads * a->head_dim, SHARE_ELEMS);
+}
+
 void quire_store_kv(const struct store_kv *a)
 {
-    in_parallel(a->num_tokens * a->num_kv_heads * a->head_dim > ROWS_WORTH_IT,
-                quire_store_kv_share, a);
+    run_call(quire_store_kv_share, quire_store_kv_count, a);
 }

@@ -9,10 +9,12 @@
 #include "tile.h"
 
 enum {
-    CACHED_ROWS = 96,  /* of x at a time, so that they stay in the second-level cache */
+    CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
     L1_WAYS = 8,
     L1_SETS = 64,
-    MIN_SHARES = 4,    /* pieces for each thread: enough for them to end together */
+    SHARE_BYTES = 49152,  /* of weights, about: two microseconds from memory */
+    COPY_PANELS = 4,      /* pay for copying rows */
+    MIN_SHARES = 16,      /* of many rows */
 };
 
 struct linear {
@@ -20,10 +22,10 @@ struct linear {
     const bf16 *x;                     /* [m, K] */
     const uint32_t *weight;
     const bf16 *bias; /* [N], or NULL */
-    void *out;        /* [m, num_out] */
+    void *out;        /* [m, num_out]; rows may lie apart, as those of x */
     int64_t out_type; /* F32: rounded to bf16 all the same */
-    int64_t x_stride;
-    int64_t is_gated; /* panels alternate: gate, up; out = silu(gate) * up */
+    int64_t x_stride, out_stride;
+    int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
 };
 
 INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
@@ -45,7 +47,7 @@ INLINE void finish_row(dtype out_type, const struct linear *a, int64_t row, int6
             y = rounded(BF16, silu(y)) * up;
         }
         if (out_type == F32) y = rounded(BF16, y);
-        int64_t at = row * a->num_out + column;
+        int64_t at = row * a->out_stride + column;
         if (n == LANES) store(out_type, a->out, at, y);
         else store_part(out_type, a->out, at, n, y);
     }
@@ -56,12 +58,13 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
                            int64_t row_bytes, int64_t panel)
 {
     float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    int64_t num_parts = a->is_gated ? 2 : 1, steps = a->num_in / 2;
+    int64_t num_parts = a->is_gated ? 2 : 1, num_panels = ceil_div(a->num_out, PANEL);
+    int64_t steps = a->num_in / 2;
     int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
     for (int64_t r = row; r < end; r += height) {
         int n = (int)min64(height, end - r);
         for (int64_t part = 0; part < num_parts; part++) {
-            const uint32_t *weight = a->weight + (panel * num_parts + part) * steps * PANEL;
+            const uint32_t *weight = a->weight + (panel + part * num_panels) * steps * PANEL;
             product(PAIRS, n, PANEL,
                     (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
                                      .b = (const char *)weight, .ldb = PANEL, .steps = steps,
@@ -83,19 +86,39 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-void quire_linear_share(const void *args, int worker, int num_workers)
+/* Whether rows fall on the same few lines of the cache; then they are copied to where they do not. */
+INLINE bool needs_copy(const struct linear *a)
+{
+    return a->num_rows > L1_WAYS && lines_that_fit(a->x_stride * 2) < TILE_ROWS;
+}
+
+/* How many parts the rows are cut into; each panel of each part is a unit of work. */
+INLINE int64_t num_parts_of(const struct linear *a, int64_t num_panels)
+{
+    int64_t num_parts = ceil_div(MIN_SHARES, num_panels);
+    num_parts = min64(num_parts, a->num_rows / (2 * TILE_ROWS));
+    return max64(num_parts, max64(1, ceil_div(a->num_rows, CACHED_ROWS)));
+}
+
+int64_t quire_linear_count(const void *args)
+{
+    const struct linear *a = args;
+    int64_t num_panels = ceil_div(a->num_out, PANEL), panel_bytes = 2 * PANEL * a->num_in;
+    int64_t least = max64(SHARE_BYTES / (panel_bytes * (a->is_gated ? 2 : 1)), 1);
+    if (needs_copy(a)) least = max64(least, COPY_PANELS);
+    return shares_of(num_panels * num_parts_of(a, num_panels), least);
+}
+
+void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct linear *a = args;
     int64_t num_panels = ceil_div(a->num_out, PANEL), row_bytes = a->x_stride * 2;
-    int64_t num_parts = ceil_div(MIN_SHARES * num_workers, num_panels);
-    num_parts = max64(1, min64(num_parts, a->num_rows / (2 * TILE_ROWS)));
-    int64_t unit = share_start(num_parts * num_panels, worker, num_workers);
-    int64_t last = share_start(num_parts * num_panels, worker + 1, num_workers);
-    /* Rows that fall on the same few lines of the cache are copied to where they do not. */
+    int64_t num_parts = num_parts_of(a, num_panels);
+    int64_t unit = share_start(num_parts * num_panels, share, num_shares);
+    int64_t last = share_start(num_parts * num_panels, share + 1, num_shares);
     int64_t copy_bytes = a->num_in * 2 + 64;
     char *copy = NULL;
-    if (a->num_rows > L1_WAYS && lines_that_fit(row_bytes) < TILE_ROWS)
-        copy = aligned_alloc(64, ceil_div(CACHED_ROWS * copy_bytes, 64) * 64);
+    if (needs_copy(a)) copy = aligned_alloc(64, ceil_div(CACHED_ROWS * copy_bytes, 64) * 64);
     while (unit < last) {
         int64_t part = unit / num_panels;
         int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
@@ -121,5 +144,5 @@ int64_t quire_has_linear(void) { return HAS_BF16_DOT; }
 
 void quire_linear(const struct linear *a)
 {
-    in_parallel(true, quire_linear_share, a);
+    run_call(quire_linear_share, quire_linear_count, a);
 }

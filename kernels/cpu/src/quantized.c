@@ -17,7 +17,8 @@
 enum {
     CACHED_ROWS = 96, /* of x at a time, so that they stay in the second-level cache */
     CHUNK = 128,      /* most k of a panel that are unpacked at a time, into the first-level cache */
-    MIN_SHARES = 4,   /* pieces for each thread: enough for them to end together */
+    SHARE_BYTES = 49152, /* of weights, about */
+    MIN_SHARES = 16,  /* of many rows */
     FUSED_ROWS = 36,  /* up to so many rows unpack as they multiply, each tile of them anew */
     UNROLL = 4,       /* steps; K is a multiple of their k */
 };
@@ -158,15 +159,30 @@ static void multiply_panel(const struct quantized *a, int64_t panel, int64_t row
     }
 }
 
-void quire_quantized_share(const void *args, int worker, int num_workers)
+/* How many rows are a block; each panel of each block is a unit of work. */
+static int64_t block_rows(const struct quantized *a, int64_t num_panels)
+{
+    int64_t height = a->num_rows * num_panels / MIN_SHARES;
+    return max64(2 * TILE_ROWS, min64(height, CACHED_ROWS));
+}
+
+int64_t quire_quantized_count(const void *args)
+{
+    const struct quantized *a = args;
+    int64_t num_panels = ceil_div(a->num_out, PANEL);
+    int64_t panel_bytes = PANEL * a->num_in * a->bits / 8;
+    int64_t num_blocks = ceil_div(a->num_rows, block_rows(a, num_panels));
+    return shares_of(num_panels * num_blocks, max64(SHARE_BYTES / panel_bytes, 1));
+}
+
+void quire_quantized_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct quantized *a = args;
     int64_t num_panels = ceil_div(a->num_out, PANEL), num_groups = a->num_in / a->group;
-    int64_t height = a->num_rows * num_panels / (MIN_SHARES * num_workers);
-    height = max64(2 * TILE_ROWS, min64(height, CACHED_ROWS)); /* rows of a block */
+    int64_t height = block_rows(a, num_panels);
     int64_t num_units = num_panels * ceil_div(a->num_rows, height);
-    int64_t unit = share_start(num_units, worker, num_workers);
-    int64_t last = share_start(num_units, worker + 1, num_workers), copied = -1;
+    int64_t unit = share_start(num_units, share, num_shares);
+    int64_t last = share_start(num_units, share + 1, num_shares), copied = -1;
     /* A copy of the rows, a little longer, so that they do not fall on the same lines of a cache. */
     int64_t x_bytes = 2 * a->num_in + 64;
     char *x = aligned_alloc(64, ceil_div(height * x_bytes, 64) * 64);
@@ -188,16 +204,22 @@ int64_t quire_has_quantized(void) { return 1; }
 
 void quire_quantized(const struct quantized *a)
 {
-    in_parallel(true, quire_quantized_share, a);
+    run_call(quire_quantized_share, quire_quantized_count, a);
 }
 
 #else
 
 int64_t quire_has_quantized(void) { return 0; }
 
-void quire_quantized_share(const void *args, int worker, int num_workers)
+int64_t quire_quantized_count(const void *args)
 {
-    (void)args, (void)worker, (void)num_workers;
+    (void)args;
+    return 1;
+}
+
+void quire_quantized_share(const void *args, int64_t share, int64_t num_shares)
+{
+    (void)args, (void)share, (void)num_shares;
 }
 
 void quire_quantized(const void *a) { (void)a; }

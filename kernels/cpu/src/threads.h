@@ -1,32 +1,56 @@
-/* Divides work over the threads of OpenMP, whose pool is torch's.
+/* What a kernel is to the threads of OpenMP, whose pool is torch's: shares that any of them can do.
  *
- * Each kernel has a function that does one worker's share. A share never changes a result: no sum
- * is cut by it. Token t of T has the same worker in every kernel that shares out tokens. */
+ * A share never changes a result: no sum is cut by it. It may be done twice, even at once, and writes
+ * the same both times: nothing that a kernel writes is among what it reads. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
-#include <omp.h>
-#include <stdbool.h>
 #include <stdint.h>
 
-typedef void share_function(const void *args, int worker, int num_workers);
+/* Does share number `share` of `num_shares`. */
+typedef void share_function(const void *args, int64_t share, int64_t num_shares);
+/* How many shares, from 1 to MAX_SHARES, there should be: of some microseconds each. */
+typedef int64_t count_function(const void *args);
 
-/* The first of `count` things that are `worker`'s; its last ends where the next one's start. */
-static inline int64_t share_start(int64_t count, int worker, int num_workers)
+enum { MAX_SHARES = 256 };
+
+/* The first of `count` things that are share number `share`'s; its last ends where the next one's
+ * start. */
+static inline int64_t share_start(int64_t count, int64_t share, int64_t num_shares)
 {
-    return count * worker / num_workers;
+    return count * share / num_shares;
 }
 
-/* Does all shares, on as many threads as the calling thread may use; on it alone if there is little
- * to do, since waking others takes microseconds. */
-static inline void in_parallel(bool is_worth_it, share_function *share, const void *args)
+/* As many shares as `count` things of which `least` pay for being one. */
+static inline int64_t shares_of(int64_t count, int64_t least)
 {
-    if (!is_worth_it || omp_get_max_threads() == 1) {
-        share(args, 0, 1);
-        return;
-    }
-#pragma omp parallel
-    share(args, omp_get_thread_num(), omp_get_num_threads());
+    int64_t shares = count / least;
+    return shares < 1 ? 1 : shares > MAX_SHARES ? MAX_SHARES : shares;
+}
+
+struct call {
+    share_function *share;
+    count_function *count;
+    const void *args;
+    int64_t joins; /* its shares follow those of the call before, which has as many: they need no
+                      other ones of that call */
+};
+
+/* Calls, each of which may need all that the ones before it did. */
+struct program {
+    const struct call *calls;
+    int64_t num_calls;
+    int64_t num_apart; /* what a call reads or writes is changed by no call earlier than so many
+                          after it */
+};
+
+void quire_run(const struct program *program);
+
+/* Does one call on as many threads as the calling thread may use. */
+static inline void run_call(share_function *share, count_function *count, const void *args)
+{
+    struct call call = {share, count, args, 0};
+    quire_run(&(struct program){&call, 1, 1});
 }
 
 #endif
