@@ -2,9 +2,10 @@
  *
  * Waking a sleeping thread takes as long as a small kernel; a decode step of one token has more than
  * a hundred. And other processes take a core for hundreds of microseconds, as long as a layer takes.
- * So no worker has a part of its own. It takes the next share of the present call that nobody has,
- * and, when all are taken but some take longer than they should, does these again. Whoever had them
- * will write once more what is there, and go on with the call that is the present one by then. */
+ * So each worker begins a call with shares that lie side by side, which memory likes, then takes what
+ * others have not begun, and then waits; but where it takes too long, it does the others' shares
+ * again. Whoever had them will write once more what is there, and find the call that is the present
+ * one by then. There is nothing that only one of them could do. */
 #include <limits.h>
 #include <omp.h>
 #include <sched.h>
@@ -17,26 +18,24 @@
 enum {
     MIN_PATIENCE_NS = 10000,
     SPINS_PER_LOOK = 16, /* at the clock */
+    NO_SHARE = -1,
     NOWHERE = INT_MAX,
 };
 
-/* What a worker may be writing to: nothing of a call before this one. */
-struct place {
-    _Atomic int call; /* NOWHERE: it computes nothing */
-} __attribute__((aligned(64)));
+struct worker {
+    /* The shares of its part of a call that nobody has: (1 + call) << 32 | first << 16 | end. That of
+     * an earlier call: nobody has any. */
+    _Atomic uint64_t left __attribute__((aligned(64)));
+    /* It writes to nothing of a call before this one; NOWHERE: to nothing. */
+    _Atomic int place __attribute__((aligned(64)));
+};
 
 struct run {
     const struct program *program;
     int num_workers;
-    struct place *places; /* of each worker */
-    /* The present call << 32 | its number of shares << 16 | how often one was asked for. */
-    _Atomic uint64_t ticket __attribute__((aligned(64)));
-    _Atomic int num_done __attribute__((aligned(64))); /* shares of the present call */
-    _Atomic int done[MAX_SHARES]; /* 1 + the last call of which this share is done */
-};
-
-struct piece {
-    int call, share, num_shares; /* there is none if `share` is not below `num_shares` */
+    struct worker *workers;
+    _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
+    _Atomic int done[MAX_SHARES] __attribute__((aligned(64))); /* 1 + the last call whose share is */
 };
 
 static int64_t now_ns(void)
@@ -54,106 +53,98 @@ static int next_call(const struct program *program, int call)
     return call;
 }
 
-static void compute(const struct program *program, struct piece p)
+/* Takes a share of one worker's part of a call; its owner from the front, others from the end. */
+static int take(struct run *run, int call, int num_shares, int owner, int num_parts, bool is_own)
 {
-    for (int i = p.call, end = next_call(program, i); i < end; i++)
-        program->calls[i].share(program->calls[i].args, p.share, p.num_shares);
+    _Atomic uint64_t *place = &run->workers[owner].left;
+    uint64_t left = atomic_load(place), now;
+    int first, end;
+    do {
+        if (left >> 32 > (uint64_t)call + 1) return NO_SHARE; /* all is done, long ago */
+        bool is_begun = left >> 32 == (uint64_t)call + 1;
+        first = is_begun ? (int)(left >> 16 & 0xffff) : (int)share_start(num_shares, owner, num_parts);
+        end = is_begun ? (int)(left & 0xffff) : (int)share_start(num_shares, owner + 1, num_parts);
+        if (first == end) return NO_SHARE;
+        now = (uint64_t)(call + 1) << 32 | (uint64_t)(first + is_own) << 16 | (uint64_t)(end - !is_own);
+    } while (!atomic_compare_exchange_weak(place, &left, now));
+    return is_own ? first : end - 1;
 }
 
-/* Makes `call` the present one; its first share is the caller's. */
-static struct piece begin(struct run *run, int call, struct place *own)
+/* Does a share, perhaps not as the only one; how long that took. */
+static int64_t do_share(struct run *run, int call, int share, int num_shares)
 {
     const struct program *program = run->program;
-    struct piece first = {.call = call};
-    atomic_store(&own->call, call);
-    if (call < program->num_calls) {
-        for (int i = 0; i < run->num_workers; i++) /* who is so late that it may still be reading */
-            while (atomic_load(&run->places[i].call) <= call - program->num_apart) sched_yield();
-        first.num_shares = (int)program->calls[call].count(program->calls[call].args);
-    }
-    atomic_store(&run->num_done, 0);
-    atomic_store(&run->ticket, (uint64_t)call << 32 | (uint64_t)first.num_shares << 16 | 1);
-    return first;
+    int64_t began = now_ns();
+    for (int i = call, end = next_call(program, call); i < end; i++)
+        program->calls[i].share(program->calls[i].args, share, num_shares);
+    int done = atomic_load(&run->done[share]);
+    while (done <= call && !atomic_compare_exchange_weak(&run->done[share], &done, call + 1)) {}
+    return now_ns() - began;
 }
 
-/* Asks for a share of the present call. */
-static struct piece take(struct run *run, struct place *own)
+/* Waits until a share is done; if that takes too long, does it. */
+static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
 {
-    /* Said before it is asked: the share will be one of this call, or of a later one. */
-    atomic_store(&own->call, (int)(atomic_load(&run->ticket) >> 32));
-    uint64_t ticket = atomic_fetch_add(&run->ticket, 1);
-    return (struct piece){ticket >> 32, ticket & 0xffff, ticket >> 16 & 0xffff};
-}
-
-/* Does a share, perhaps not as the only one; whether it was the last that was missing. */
-static bool do_share(struct run *run, struct piece p)
-{
-    compute(run->program, p);
-    int done = atomic_load(&run->done[p.share]);
-    while (done <= p.call)
-        if (atomic_compare_exchange_weak(&run->done[p.share], &done, p.call + 1))
-            return atomic_fetch_add(&run->num_done, 1) + 1 == p.num_shares;
-    return false;
-}
-
-static bool is_over(struct run *run, int call)
-{
-    return (int)(atomic_load(&run->ticket) >> 32) != call;
-}
-
-/* Waits for the end of a call all of whose shares are taken; helps those who take too long. Whether
- * it did the last that was missing. */
-static bool wait_or_help(struct run *run, struct piece p, int64_t patience_ns)
-{
+    if (atomic_load(&run->done[share]) > call) return;
     for (int64_t began = now_ns(); now_ns() - began < patience_ns;)
         for (int spin = 0; spin < SPINS_PER_LOOK; spin++) {
-            if (is_over(run, p.call)) return false;
+            if (atomic_load(&run->done[share]) > call) return;
 #ifdef __x86_64__
             __builtin_ia32_pause();
 #endif
         }
-    for (p.share = 0; p.share < p.num_shares; p.share++)
-        if (atomic_load(&run->done[p.share]) <= p.call && do_share(run, p)) return true;
-    while (!is_over(run, p.call)) sched_yield(); /* somebody is at beginning the next one */
-    return false;
+    do_share(run, call, share, num_shares);
 }
 
-static void work(struct run *run, struct place *own)
+/* Works until a call is done. `patience_ns` is for a share of another, and is updated. */
+static void work_on(struct run *run, int call, int worker, int64_t *patience_ns)
+{
+    const struct call *first = run->program->calls + call;
+    int num_shares = (int)first->count(first->args);
+    int num_parts = num_shares < run->num_workers ? num_shares : run->num_workers;
+    int64_t took_ns = 0;
+    for (int i = 0, share; i < num_parts; i++) {
+        int owner = (worker + i) % num_parts;
+        while ((share = take(run, call, num_shares, owner, num_parts, owner == worker)) != NO_SHARE)
+            took_ns = do_share(run, call, share, num_shares);
+    }
+    if (took_ns) *patience_ns = 2 * took_ns > MIN_PATIENCE_NS ? 2 * took_ns : MIN_PATIENCE_NS;
+    for (int share = 0; share < num_shares; share++)
+        await(run, call, share, num_shares, *patience_ns);
+}
+
+static void work(struct run *run, int worker)
 {
     const struct program *program = run->program;
     int64_t patience_ns = MIN_PATIENCE_NS;
-    for (;;) {
-        struct piece p = take(run, own);
-        if (p.call >= program->num_calls) break;
-        bool is_last;
-        if (p.share < p.num_shares) {
-            int64_t began = now_ns();
-            is_last = do_share(run, p);
-            int64_t twice_ns = 2 * (now_ns() - began);
-            patience_ns = twice_ns > MIN_PATIENCE_NS ? twice_ns : MIN_PATIENCE_NS;
-        } else {
-            is_last = wait_or_help(run, p, patience_ns);
-        }
-        while (is_last) {
-            p = begin(run, next_call(program, p.call), own);
-            is_last = p.num_shares > 0 && do_share(run, p);
-        }
+    _Atomic int *place = &run->workers[worker].place;
+    for (int call; (call = atomic_load(&run->present)) < program->num_calls;) {
+        /* Said before it takes a share: nobody passes the call until that is done. */
+        atomic_store(place, call);
+        for (int i = 0; i < run->num_workers && program->num_apart <= call; i++)
+            while (atomic_load(&run->workers[i].place) <= call - program->num_apart) sched_yield();
+        work_on(run, call, worker, &patience_ns);
+        int next = next_call(program, call);
+        while (call < next && !atomic_compare_exchange_weak(&run->present, &call, next)) {}
     }
-    atomic_store(&own->call, NOWHERE);
+    atomic_store(place, NOWHERE);
 }
 
 void quire_run(const struct program *program)
 {
     int num_workers = omp_get_max_threads();
-    int64_t num_shares = program->calls->count(program->calls->args);
-    if (num_workers == 1 || (program->num_calls == 1 && num_shares == 1)) {
+    if (num_workers == 1 ||
+        (program->num_calls == 1 && program->calls->count(program->calls->args) == 1)) {
         for (int i = 0; i < program->num_calls; i++)
             program->calls[i].share(program->calls[i].args, 0, 1);
         return;
     }
-    struct place places[num_workers];
-    for (int i = 0; i < num_workers; i++) atomic_init(&places[i].call, NOWHERE);
-    struct run run = {program, num_workers, places, (uint64_t)num_shares << 16, 0, {0}};
+    struct worker workers[num_workers];
+    for (int i = 0; i < num_workers; i++) {
+        atomic_init(&workers[i].left, 0);
+        atomic_init(&workers[i].place, NOWHERE);
+    }
+    struct run run = {program, num_workers, workers, 0, {0}};
 #pragma omp parallel num_threads(num_workers)
-    work(&run, places + omp_get_thread_num());
+    work(&run, omp_get_thread_num());
 }
