@@ -7,9 +7,8 @@
  *
  * Work is divided into items: a tile of query tokens of one sequence, for one kv head, and, where
  * a lone token looks back far, for one split. */
-#include <stdlib.h>
-
 #include "attention_few.h"
+#include "thread_memory.h"
 #include "threads.h"
 
 enum {
@@ -43,8 +42,7 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
     int64_t floats = rows * s.steps + columns + COLUMNS * s.width + 2 * TILE_ROWS * COLUMNS +
                      2 * rows * (s.width + 2) + 2 * COLUMNS * s.width + a->head_dim +
                      16 * LANES;
-    s.memory = aligned_alloc(64, ceil_div(4 * floats, 64) * 64);
-    char *at = s.memory;
+    char *at = thread_memory(4 * floats);
     s.query = take(&at, 4 * rows * s.steps);
     s.keys = take(&at, 4 * columns);
     s.values = take(&at, 4 * COLUMNS * s.width);
@@ -348,7 +346,6 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
         before += cost;
         item = next, cost = next_cost;
     }
-    free(s.memory);
 }
 
 INLINE void merge_share(dtype type, const struct attention *a, int64_t share, int64_t num_shares)
@@ -356,7 +353,7 @@ INLINE void merge_share(dtype type, const struct attention *a, int64_t share, in
     int64_t width = ceil_div(a->head_dim, LANES) * LANES, heads = 0, first = 0, cost;
     struct walk w = {0};
     struct item item;
-    float *all = malloc(4 * (width + 2));
+    float *all = (float *)thread_memory(4 * (width + 2));
     while (next_item(a, &w, &item, &cost)) {
         if (w.num_partials == first || w.start != 0) continue; /* not a head's last split */
         int64_t num_splits = (w.num_partials - first) / group_of(a);
@@ -364,7 +361,6 @@ INLINE void merge_share(dtype type, const struct attention *a, int64_t share, in
             merge_splits(type, a, width, &item, a->partials + first * (width + 2), num_splits, all);
         first = w.num_partials;
     }
-    free(all);
 }
 
 /* Tokens that belong to no sequence, or to one of length 0, give zeros. */

@@ -56,7 +56,6 @@ struct scratch {
     float *sum, *max;            /* [rows]: of the present split */
     float *acc;                  /* [rows][width] */
     float *all_sum, *all_max, *all_acc; /* of the splits so far */
-    void *memory;
 };
 
 /* Keys and values of a tile, to the next whole vector of positions: those past the end are zeros. */

@@ -3,8 +3,7 @@
  * Packed, a weight [N, K] is [ceil(N / 32)][K / 2][32] pairs (k, k + 1) of bf16: what a thread
  * reads is contiguous. The sums are fp32, each over k in ascending order whatever the number of
  * rows, so a row's result does not depend on its company. */
-#include <stdlib.h>
-
+#include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -68,7 +67,8 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
             product(PAIRS, n, PANEL,
                     (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
                                      .b = (const char *)weight, .ldb = PANEL, .steps = steps,
-                                     .c = sums[part], .ldc = PANEL, .fresh = true});
+                                     .c = sums[part], .ldc = PANEL, .fresh = true,
+                                     .ahead_bytes = r == row ? PREFETCH_BYTES : 0});
         }
         for (int i = 0; i < n; i++) {
             const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;
@@ -117,8 +117,7 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
     int64_t unit = share_start(num_parts * num_panels, share, num_shares);
     int64_t last = share_start(num_parts * num_panels, share + 1, num_shares);
     int64_t copy_bytes = a->num_in * 2 + 64;
-    char *copy = NULL;
-    if (needs_copy(a)) copy = aligned_alloc(64, ceil_div(CACHED_ROWS * copy_bytes, 64) * 64);
+    char *copy = needs_copy(a) ? thread_memory(CACHED_ROWS * copy_bytes) : NULL;
     while (unit < last) {
         int64_t part = unit / num_panels;
         int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
@@ -137,7 +136,6 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
                 multiply_panel(a, row, row + n, rows, bytes, p);
         }
     }
-    free(copy);
 }
 
 int64_t quire_has_linear(void) { return HAS_BF16_DOT; }

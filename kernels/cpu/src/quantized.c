@@ -7,8 +7,7 @@
  *
  * Panels and steps are those of linear.c. A panel of 8 bits is [K / 2][32] pairs of bytes; one of 4
  * bits [K / 8][2][16] pairs of 16-bit words, whose nibbles, lowest first, belong to four steps. */
-#include <stdlib.h>
-
+#include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -185,8 +184,8 @@ void quire_quantized_share(const void *args, int64_t share, int64_t num_shares)
     int64_t last = share_start(num_units, share + 1, num_shares), copied = -1;
     /* A copy of the rows, a little longer, so that they do not fall on the same lines of a cache. */
     int64_t x_bytes = 2 * a->num_in + 64;
-    char *x = aligned_alloc(64, ceil_div(height * x_bytes, 64) * 64);
-    float *x_sums = malloc(height * num_groups * sizeof *x_sums);
+    char *x = thread_memory(height * (x_bytes + num_groups * (int64_t)sizeof(float)));
+    float *x_sums = (float *)(x + height * x_bytes);
     for (; unit < last; unit++) {
         int64_t row = unit / num_panels * height, n = min64(height, a->num_rows - row);
         for (int64_t r = 0; r < n && copied != row; r++) {
@@ -196,8 +195,6 @@ void quire_quantized_share(const void *args, int64_t share, int64_t num_shares)
         copied = row;
         multiply_panel(a, unit % num_panels, row, n, x, x_bytes, x_sums);
     }
-    free(x_sums);
-    free(x);
 }
 
 int64_t quire_has_quantized(void) { return 1; }

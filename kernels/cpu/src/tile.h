@@ -14,7 +14,7 @@ enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
 #endif
 enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
-enum { PREFETCH_BYTES = 2048 }; /* a lone row waits for memory, not arithmetic */
+enum { PREFETCH_BYTES = 8192 }; /* what memory gives while one asks for more of it */
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { HAS_BF16_DOT = 1 };
@@ -52,6 +52,7 @@ struct product {
     float *c;
     int64_t ldc;
     bool fresh;         /* c is written, not added to */
+    int64_t ahead_bytes; /* how far ahead b is fetched from memory; 0: it is in a cache */
 };
 
 INLINE void tile_product(step_kind kind, int rows, int vectors, const struct product *p)
@@ -65,7 +66,7 @@ INLINE void tile_product(step_kind kind, int rows, int vectors, const struct pro
         vf column[TILE_VECTORS];
         for (int v = 0; v < vectors; v++) {
             column[v] = vf_load((const float *)b + v * LANES);
-            if (rows == 1) __builtin_prefetch(b + PREFETCH_BYTES + 64 * v, 0, 2);
+            __builtin_prefetch(b + p->ahead_bytes + 64 * v, 0, 2);
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++)
