@@ -5,6 +5,7 @@ import torch
 
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
+from kernels.cpu import decoder
 from kernels.cpu.decoder import NativeInputs
 from kernels.cpu.library import native
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
@@ -55,6 +56,18 @@ def test_it_gives_the_bits_of_the_ops_past_a_split_on_several_threads(model_dirs
     torch.set_num_threads(3)
     try:
         prompts = [random_prompt(530, seed=1), random_prompt(3, seed=2)]
+        assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=6)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_gives_the_bits_of_the_ops_where_layers_share_memory_in_turn(model_dirs, monkeypatch):
+    monkeypatch.setattr(decoder, "_APART_BYTES", 0)
+    model = load(model_dirs.get("llama", num_hidden_layers=5), BF16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        prompts = [random_prompt(length, seed=length) for length in (1, 70)]
         assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=6)
     finally:
         torch.set_num_threads(before)
