@@ -25,8 +25,8 @@ _MAX_KEPT_TOKENS: Final = 64
 """Steps of so many tokens keep their program; it costs as much as a small step to make."""
 _MAX_KEPT: Final = 256
 """So many programs are kept, those that were used last."""
-_APART_BYTES: Final = 1 << 20
-"""The layers' workspaces lie apart while they take no more than this, in turn two of them do."""
+_APART_BYTES: Final = 8 << 20
+"""As many layers' workspaces lie apart as this has room for, and two in any case."""
 _DTYPE: Final = torch.bfloat16
 _UNPADDED: Final = ("hidden", "positions", "slot_mapping", "seq_lens", "query_start_loc")
 """Those of `NativeInputs` whose shapes follow from T and S."""

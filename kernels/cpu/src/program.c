@@ -8,7 +8,6 @@
  * one by then. There is nothing that only one of them could do. */
 #include <limits.h>
 #include <omp.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <time.h>
@@ -17,6 +16,7 @@
 
 enum {
     MIN_PATIENCE_NS = 10000,
+    REST_NS = 20000,
     SPINS_PER_LOOK = 16, /* at the clock */
     NO_SHARE = -1,
     NOWHERE = INT_MAX,
@@ -43,6 +43,12 @@ static int64_t now_ns(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+/* Leaves the core to who is being waited for. */
+static void rest(void)
+{
+    nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
 }
 
 /* The first call that does not join `call`. */
@@ -122,7 +128,7 @@ static void work(struct run *run, int worker)
         /* Said before it takes a share: nobody passes the call until that is done. */
         atomic_store(place, call);
         for (int i = 0; i < run->num_workers && program->num_apart <= call; i++)
-            while (atomic_load(&run->workers[i].place) <= call - program->num_apart) sched_yield();
+            while (atomic_load(&run->workers[i].place) <= call - program->num_apart) rest();
         work_on(run, call, worker, &patience_ns);
         int next = next_call(program, call);
         while (call < next && !atomic_compare_exchange_weak(&run->present, &call, next)) {}
