@@ -12,8 +12,8 @@
 #include "threads.h"
 
 enum {
-    SHARE_COST = 1024, /* two microseconds */
-    MOST_SHARES = 32,  /* each goes through all items */
+    SHARE_COST = 2048, /* some microseconds */
+    MOST_SHARES = 16,  /* each goes through all items */
     MERGED_HEADS = 32, /* of a share */
 };
 
@@ -411,11 +411,11 @@ void quire_merge_splits_share(const void *args, int64_t share, int64_t num_share
 
 void quire_merge_splits(const struct attention *a)
 {
-    run_call(quire_merge_splits_share, quire_merge_splits_count, a);
+    run_call(true, quire_merge_splits_share, quire_merge_splits_count, a);
 }
 
 void quire_attention(const struct attention *a)
 {
-    run_call(quire_attention_share, quire_attention_count, a);
+    run_call(true, quire_attention_share, quire_attention_count, a);
     if (a->partials) quire_merge_splits(a);
 }

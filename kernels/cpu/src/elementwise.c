@@ -2,7 +2,10 @@
 #include "simd.h"
 #include "threads.h"
 
-enum { SHARE_ELEMS = 8192 }; /* that pay for being a share of their own */
+enum {
+    SHARE_ELEMS = 2048,    /* half a microsecond */
+    ROWS_WORTH_IT = 16384, /* elements that pay for waking a second thread */
+};
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is one.
  * The sum, and the quotient before the product, are rounded to the dtype. */
@@ -72,15 +75,19 @@ void quire_rms_norm_share(const void *args, int64_t share, int64_t num_shares)
              share_start(a->num_tokens, share + 1, num_shares));
 }
 
+static int64_t rms_norm_elems(const struct rms_norm *a)
+{
+    return a->num_tokens * a->num_heads * a->width;
+}
+
 int64_t quire_rms_norm_count(const void *args)
 {
-    const struct rms_norm *a = args;
-    return shares_of(a->num_tokens * a->num_heads * a->width, SHARE_ELEMS);
+    return shares_of(rms_norm_elems(args), SHARE_ELEMS);
 }
 
 void quire_rms_norm(const struct rms_norm *a)
 {
-    run_call(quire_rms_norm_share, quire_rms_norm_count, a);
+    run_call(rms_norm_elems(a) > ROWS_WORTH_IT, quire_rms_norm_share, quire_rms_norm_count, a);
 }
 
 /* (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin) for the halves of each head; cos and sin
@@ -136,15 +143,19 @@ void quire_rotary_share(const void *args, int64_t share, int64_t num_shares)
              share_start(a->num_tokens, share + 1, num_shares));
 }
 
+static int64_t rotary_elems(const struct rotary *a)
+{
+    return a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half;
+}
+
 int64_t quire_rotary_count(const void *args)
 {
-    const struct rotary *a = args;
-    return shares_of(a->num_tokens * (a->num_heads + a->num_kv_heads) * 2 * a->half, SHARE_ELEMS);
+    return shares_of(rotary_elems(args), SHARE_ELEMS);
 }
 
 void quire_rotary(const struct rotary *a)
 {
-    run_call(quire_rotary_share, quire_rotary_count, a);
+    run_call(rotary_elems(a) > ROWS_WORTH_IT, quire_rotary_share, quire_rotary_count, a);
 }
 
 /* out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]; SiLU is rounded before the product. */
@@ -180,15 +191,19 @@ void quire_silu_mul_share(const void *args, int64_t share, int64_t num_shares)
              share_start(a->num_tokens, share + 1, num_shares));
 }
 
+static int64_t silu_mul_elems(const struct silu_mul *a)
+{
+    return a->num_tokens * a->width;
+}
+
 int64_t quire_silu_mul_count(const void *args)
 {
-    const struct silu_mul *a = args;
-    return shares_of(a->num_tokens * a->width, SHARE_ELEMS);
+    return shares_of(silu_mul_elems(args), SHARE_ELEMS);
 }
 
 void quire_silu_mul(const struct silu_mul *a)
 {
-    run_call(quire_silu_mul_share, quire_silu_mul_count, a);
+    run_call(silu_mul_elems(a) > ROWS_WORTH_IT, quire_silu_mul_share, quire_silu_mul_count, a);
 }
 
 /* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
@@ -224,13 +239,17 @@ void quire_store_kv_share(const void *args, int64_t share, int64_t num_shares)
     }
 }
 
+static int64_t store_kv_elems(const struct store_kv *a)
+{
+    return a->num_tokens * a->num_kv_heads * a->head_dim;
+}
+
 int64_t quire_store_kv_count(const void *args)
 {
-    const struct store_kv *a = args;
-    return shares_of(a->num_tokens * a->num_kv_heads * a->head_dim, SHARE_ELEMS);
+    return shares_of(store_kv_elems(args), SHARE_ELEMS);
 }
 
 void quire_store_kv(const struct store_kv *a)
 {
-    run_call(quire_store_kv_share, quire_store_kv_count, a);
+    run_call(store_kv_elems(a) > ROWS_WORTH_IT, quire_store_kv_share, quire_store_kv_count, a);
 }

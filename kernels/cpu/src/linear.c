@@ -60,6 +60,7 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
     int64_t num_parts = a->is_gated ? 2 : 1, num_panels = ceil_div(a->num_out, PANEL);
     int64_t steps = a->num_in / 2;
     int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
+    int64_t ahead_bytes = end - row == 1 ? PREFETCH_BYTES / 2 : PREFETCH_BYTES;
     for (int64_t r = row; r < end; r += height) {
         int n = (int)min64(height, end - r);
         for (int64_t part = 0; part < num_parts; part++) {
@@ -68,7 +69,7 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
                     (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
                                      .b = (const char *)weight, .ldb = PANEL, .steps = steps,
                                      .c = sums[part], .ldc = PANEL, .fresh = true,
-                                     .ahead_bytes = r == row ? PREFETCH_BYTES : 0});
+                                     .ahead_bytes = r > row ? 0 : ahead_bytes});
         }
         for (int i = 0; i < n; i++) {
             const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;
@@ -142,5 +143,5 @@ int64_t quire_has_linear(void) { return HAS_BF16_DOT; }
 
 void quire_linear(const struct linear *a)
 {
-    run_call(quire_linear_share, quire_linear_count, a);
+    run_call(true, quire_linear_share, quire_linear_count, a);
 }

@@ -1,11 +1,11 @@
 /* Runs the calls of a program in one parallel region, and waits for no thread that lost its core.
  *
- * Waking a sleeping thread takes as long as a small kernel; a decode step of one token has more than
- * a hundred. And other processes take a core for hundreds of microseconds, as long as a layer takes.
- * So each worker begins a call with shares that lie side by side, which memory likes, then takes what
- * others have not begun, and then waits; but where it takes too long, it does the others' shares
- * again. Whoever had them will write once more what is there, and find the call that is the present
- * one by then. There is nothing that only one of them could do. */
+ * Waking a sleeping thread takes as long as a small kernel; a decode step of one token has more
+ * than a hundred. And other processes take a core for hundreds of microseconds, as long as a layer
+ * takes. So each worker begins a call with shares that lie side by side, which memory likes, then
+ * takes what others have not begun, and then waits; but where it takes too long, it does the others'
+ * shares again. Whoever had them will write once more what is there, and find the call that is the
+ * present one by then. There is nothing that only one of them could do. */
 #include <limits.h>
 #include <omp.h>
 #include <stdatomic.h>
@@ -23,8 +23,8 @@ enum {
 };
 
 struct worker {
-    /* The shares of its part of a call that nobody has: (1 + call) << 32 | first << 16 | end. That of
-     * an earlier call: nobody has any. */
+    /* The shares of its part of a call that nobody has: (1 + call) << 32 | first << 16 | end. If that
+     * is an earlier call: all of its part. */
     _Atomic uint64_t left __attribute__((aligned(64)));
     /* It writes to nothing of a call before this one; NOWHERE: to nothing. */
     _Atomic int place __attribute__((aligned(64)));
@@ -35,7 +35,8 @@ struct run {
     int num_workers;
     struct worker *workers;
     _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
-    _Atomic int done[MAX_SHARES] __attribute__((aligned(64))); /* 1 + the last call whose share is */
+    /* By share: 1 + the last call of which it is done. */
+    _Atomic int done[MAX_SHARES] __attribute__((aligned(64)));
 };
 
 static int64_t now_ns(void)
@@ -62,18 +63,20 @@ static int next_call(const struct program *program, int call)
 /* Takes a share of one worker's part of a call; its owner from the front, others from the end. */
 static int take(struct run *run, int call, int num_shares, int owner, int num_parts, bool is_own)
 {
-    _Atomic uint64_t *place = &run->workers[owner].left;
-    uint64_t left = atomic_load(place), now;
-    int first, end;
+    const uint64_t name = (uint64_t)call + 1;
+    uint64_t left = atomic_load(&run->workers[owner].left), first, end, rest;
     do {
-        if (left >> 32 > (uint64_t)call + 1) return NO_SHARE; /* all is done, long ago */
-        bool is_begun = left >> 32 == (uint64_t)call + 1;
-        first = is_begun ? (int)(left >> 16 & 0xffff) : (int)share_start(num_shares, owner, num_parts);
-        end = is_begun ? (int)(left & 0xffff) : (int)share_start(num_shares, owner + 1, num_parts);
+        if (left >> 32 > name) return NO_SHARE; /* all of the call is done, long ago */
+        if (left >> 32 == name) {
+            first = left >> 16 & 0xffff, end = left & 0xffff;
+        } else {
+            first = share_start(num_shares, owner, num_parts);
+            end = share_start(num_shares, owner + 1, num_parts);
+        }
         if (first == end) return NO_SHARE;
-        now = (uint64_t)(call + 1) << 32 | (uint64_t)(first + is_own) << 16 | (uint64_t)(end - !is_own);
-    } while (!atomic_compare_exchange_weak(place, &left, now));
-    return is_own ? first : end - 1;
+        rest = name << 32 | (first + is_own) << 16 | (end - !is_own);
+    } while (!atomic_compare_exchange_weak(&run->workers[owner].left, &left, rest));
+    return (int)(is_own ? first : end - 1);
 }
 
 /* Does a share, perhaps not as the only one; how long that took. */

@@ -201,7 +201,7 @@ int64_t quire_has_quantized(void) { return 1; }
 
 void quire_quantized(const struct quantized *a)
 {
-    run_call(quire_quantized_share, quire_quantized_count, a);
+    run_call(true, quire_quantized_share, quire_quantized_count, a);
 }
 
 #else

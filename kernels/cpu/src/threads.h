@@ -1,10 +1,11 @@
 /* What a kernel is to the threads of OpenMP, whose pool is torch's: shares that any of them can do.
  *
- * A share never changes a result: no sum is cut by it. It may be done twice, even at once, and writes
- * the same both times: nothing that a kernel writes is among what it reads. */
+ * A share never changes a result: no sum is cut by it. It may be done twice, even at once, and
+ * writes the same both times: nothing that a kernel writes is among what it reads. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* Does share number `share` of `num_shares`. */
@@ -46,9 +47,15 @@ struct program {
 
 void quire_run(const struct program *program);
 
-/* Does one call on as many threads as the calling thread may use. */
-static inline void run_call(share_function *share, count_function *count, const void *args)
+/* Does one call, on as many threads as the calling thread may use; on it alone if there is little
+ * to do, since waking others takes microseconds. */
+static inline void run_call(bool is_worth_it, share_function *share, count_function *count,
+                            const void *args)
 {
+    if (!is_worth_it) {
+        share(args, 0, 1);
+        return;
+    }
     struct call call = {share, count, args, 0};
     quire_run(&(struct program){&call, 1, 1});
 }
