@@ -18,8 +18,8 @@ from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.parallel.ranks import Ranks
 from kernels import ops
-from kernels.cpu.decoder import NativeInputs
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.native_inputs import NativeInputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,16 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
 from kernels.cpu.attention import scale_strides
 from kernels.cpu.library import DTYPES, Call, Library
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.native_inputs import NativeInputs
 from kernels.cpu.quantized import QuantizedLinear
 from kernels.cpu.workspace import NativeShape, Workspace
-
-if TYPE_CHECKING:
-    from kernels.cpu.decoder import NativeInputs
 
 NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
 """A linear map that a program can call."""
@@ -58,7 +56,7 @@ class LayerCalls:
 
     _library: Library
     _shape: NativeShape
-    _inputs: "NativeInputs"
+    _inputs: NativeInputs
     _cos_sin: torch.Tensor
     """float32[max_model_len, D]."""
 

@@ -64,7 +64,7 @@ static int next_call(const struct program *program, int call)
 static int take(struct run *run, int call, int num_shares, int owner, int num_parts, bool is_own)
 {
     const uint64_t name = (uint64_t)call + 1;
-    uint64_t left = atomic_load(&run->workers[owner].left), first, end, rest;
+    uint64_t left = atomic_load(&run->workers[owner].left), first, end, others;
     do {
         if (left >> 32 > name) return NO_SHARE; /* all of the call is done, long ago */
         if (left >> 32 == name) {
@@ -74,8 +74,8 @@ static int take(struct run *run, int call, int num_shares, int owner, int num_pa
             end = share_start(num_shares, owner + 1, num_parts);
         }
         if (first == end) return NO_SHARE;
-        rest = name << 32 | (first + is_own) << 16 | (end - !is_own);
-    } while (!atomic_compare_exchange_weak(&run->workers[owner].left, &left, rest));
+        others = name << 32 | (first + is_own) << 16 | (end - !is_own);
+    } while (!atomic_compare_exchange_weak(&run->workers[owner].left, &left, others));
     return (int)(is_own ? first : end - 1);
 }
 
