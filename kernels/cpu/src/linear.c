@@ -60,7 +60,7 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
     int64_t num_parts = a->is_gated ? 2 : 1, num_panels = ceil_div(a->num_out, PANEL);
     int64_t steps = a->num_in / 2;
     int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
-    int64_t ahead_bytes = end - row == 1 ? PREFETCH_BYTES / 2 : PREFETCH_BYTES;
+    int64_t ahead_bytes = end - row == 1 ? PREFETCH_BYTES / 4 : PREFETCH_BYTES;
     for (int64_t r = row; r < end; r += height) {
         int n = (int)min64(height, end - r);
         for (int64_t part = 0; part < num_parts; part++) {

@@ -14,7 +14,7 @@ enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
 #endif
 enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
-enum { PREFETCH_BYTES = 8192 }; /* as measured: the best for several rows; half of it for one */
+enum { PREFETCH_BYTES = 8192 }; /* as measured: the best for several rows; a quarter of it for one */
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { HAS_BF16_DOT = 1 };
