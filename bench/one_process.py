@@ -33,9 +33,12 @@ from quire.v1 import worker_pb2
 from rpc import logs
 from rpc.settings import parse_settings
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.load import read_prompts
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.step_pacer import StepPacer
 from scheduler_svc.wire.worker import plan_to_proto, result_from_proto
 
 _EPOCH = 1
@@ -61,6 +64,7 @@ class OneProcess:
                 max_model_len=info.limits.max_model_len,
             )
         )
+        self._pacer = StepPacer(SchedulerSettings().max_decode_slowdown)
         self._seq_keys = count()
 
     async def output_tok_s(self, workload: Workload, concurrency: int) -> float:
@@ -89,7 +93,8 @@ class OneProcess:
         in_flight: deque[asyncio.Future[StepOutput]] = deque()
         self._submit(islice(requests, concurrency))
         while True:
-            while (plan := self._core.schedule(time.monotonic())) is not None:
+            while (plan := self._schedule()) is not None:
+                self._pacer.sent(plan)
                 in_flight.append(self._launch(plan))
             if not in_flight:
                 return num_tokens
@@ -97,9 +102,14 @@ class OneProcess:
             result = result_from_proto(
                 worker_pb2.StepResult.FromString(message), 0, self._limits.max_num_seqs
             )
+            self._pacer.answered(result.execute_s)
             news = self._core.update(result.outcome)
             num_tokens += len(news.token_ids)
             self._submit(islice(requests, len(news.finished)))
+
+    def _schedule(self) -> StepPlan | None:
+        bound = self._pacer.max_paced_tokens(read_prompts(self._core))
+        return self._core.schedule(time.monotonic(), bound)
 
     def _submit(self, requests: Iterator[Request]) -> None:
         for request in requests:

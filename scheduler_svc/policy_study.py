@@ -8,7 +8,7 @@ again. Instead the worker is simulated, under these assumptions:
 - A sequence says, token by token, what it said; it ends by a stop token or its length where it did.
   One that did not end by itself, but was cancelled, failed, or still ran when the recording
   stopped, is cancelled when it has as many tokens as it had; if that is none, when it was.
-- Long prompts are paced beside decodes as they were paced last.
+- Prompts are paced beside decodes as they were paced last.
 - A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
   between device and host at the bandwidth that the worker had measured. Nothing fails.
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, RequestRefusedError
 from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.core.load import count_queued, read_queues, read_space
+from scheduler_svc.core.load import count_queued, read_prompts, read_queues, read_space
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
@@ -300,7 +300,8 @@ class Session:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
             with timeline.span("schedule"):
-                plan = self._core.schedule(time.monotonic(), self.steps.pacer.max_paced_tokens)
+                max_paced = self.steps.pacer.max_paced_tokens(read_prompts(self._core))
+                plan = self._core.schedule(time.monotonic(), max_paced)
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)

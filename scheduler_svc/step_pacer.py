@@ -1,41 +1,59 @@
-"""Says how much of a long prompt a step may compute so that the others' tokens stay in time.
+"""Says how much of prompts a step may compute so that the others' tokens stay in time.
 
 And, by the same numbers, when a step takes so long that its worker must hang.
 
-Two numbers are learned from the steps that a worker does: how long one takes that only decodes, and
-how much longer each prompt token makes it. What a decode takes depends on how many sequences there
-are, and what a token adds on how full the step is and how long the prompt: both are followed, as
-averages over the last few steps of their kind.
+They are learned from the steps that a worker does: how long one takes that only decodes, by how
+many sequences there are, and how much longer each prompt token makes it. The first few tokens cost
+more each than many do, because each step pays for reading what is before them; so small steps are
+followed on their own. What is allowed by that is not kept to where prompts would queue up for it.
 """
 
 from collections import deque
 
 from rpc.silence import SILENT_AFTER_S
+from scheduler_svc.core.load import PromptQueue
 from scheduler_svc.core.plan import StepPlan
 
-_WEIGHT = 0.2
+_WEIGHT = 1 / 8
 """Of a new observation against all before it."""
-_MIN_TOKENS = 16
-"""So many at least, or a long prompt would never be done."""
+_MAX_JUMP = 2.0
+"""Times the average that an observation counts at most: machines do other things, too."""
+_MIN_TOKENS = 4
+"""So many at least; on CPUs they come almost for free beside a few decodes."""
+_FEW_TOKENS = 64
+_SHORT_STEPS = 12
+"""Steps within which all short prompts would be done if a step computed its share of them."""
+_LONG_STEPS = 256
+"""The same for all prompts."""
 _LATE_FACTOR = 10
 
 
 class StepPacer:
-    """Bounds a step that decodes to `max_slowdown` times what it takes without long prompts."""
+    """Bounds a step that decodes to `max_slowdown` times what it takes without prompts."""
 
     def __init__(self, max_slowdown: float) -> None:
         self._max_slowdown = max_slowdown
-        self._decode_s: float | None = None
-        self._token_s: float | None = None
+        self._decode_s: dict[int, _Average] = {}
+        """By the number of bits of how many sequences decode."""
+        self._token_s = _Average()
+        """What a prompt's token adds, in any step."""
+        self._few_token_s = _Average()
+        """What each of a few adds beside decodes."""
         self._in_flight: deque[StepPlan] = deque()
 
-    @property
-    def max_paced_tokens(self) -> int | None:
-        """Most tokens of long prompts beside decodes; None: no bound, or nothing is known yet."""
-        if self._decode_s is None or self._token_s is None or self._max_slowdown == float("inf"):
+    def max_paced_tokens(self, queue: PromptQueue) -> int | None:
+        """Return the most tokens of prompts that the next step may compute beside decodes.
+
+        None: there is no bound, or nothing is known yet.
+        """
+        decode_s = self._decode_step_s(queue.num_decoding)
+        token_s = self._few_token_s.value or self._token_s.value
+        if decode_s is None or token_s is None or self._max_slowdown == float("inf"):
             return None
-        spare_s = (self._max_slowdown - 1) * self._decode_s
-        return max(_MIN_TOKENS, int(spare_s / self._token_s))
+        num_in_time = int((self._max_slowdown - 1) * decode_s / token_s)
+        num_short = -(-queue.num_short_tokens // _SHORT_STEPS)
+        num_any = -(-queue.num_tokens // _LONG_STEPS)
+        return max(_MIN_TOKENS, num_in_time, num_short, num_any)
 
     @property
     def is_late_after_s(self) -> float | None:
@@ -50,14 +68,15 @@ class StepPacer:
         expected_s = 0.0
         for plan in self._in_flight:
             num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
+            decode_s, token_s = self._decode_step_s(plan.num_decodes), self._token_s.value
             if (
-                (plan.num_decodes and self._decode_s is None)
-                or (num_prompt_tokens and self._token_s is None)
+                (plan.num_decodes and decode_s is None)
+                or (num_prompt_tokens and token_s is None)
                 or len(plan.swap_in_src_block_ids)  # takes what the bus takes
             ):
                 return None
-            expected_s += self._decode_s or 0.0 if plan.num_decodes else 0.0
-            expected_s += num_prompt_tokens * (self._token_s or 0.0)
+            expected_s += decode_s or 0.0 if plan.num_decodes else 0.0
+            expected_s += num_prompt_tokens * (token_s or 0.0)
         return max(SILENT_AFTER_S, _LATE_FACTOR * expected_s)
 
     def sent(self, plan: StepPlan) -> None:
@@ -72,13 +91,35 @@ class StepPacer:
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
         if not num_prompt_tokens:
             if plan.num_decodes:
-                self._decode_s = _follow(self._decode_s, execute_s)
+                size = plan.num_decodes.bit_length()
+                self._decode_s.setdefault(size, _Average()).add(execute_s)
             return
-        beside_s = self._decode_s if plan.num_decodes and self._decode_s is not None else 0.0
+        beside_s = (self._decode_step_s(plan.num_decodes) or 0.0) if plan.num_decodes else 0.0
         # A token takes some time, even where the step's noise says otherwise.
-        added_s = max(execute_s - beside_s, 0.05 * execute_s)
-        self._token_s = _follow(self._token_s, added_s / num_prompt_tokens)
+        token_s = max(execute_s - beside_s, 0.05 * execute_s) / num_prompt_tokens
+        self._token_s.add(token_s)
+        if plan.num_decodes and num_prompt_tokens <= _FEW_TOKENS:
+            self._few_token_s.add(token_s)
+
+    def _decode_step_s(self, num_decodes: int) -> float | None:
+        """Seconds of a step with so many decodes, or with what is nearest to it; None: unknown."""
+        if not self._decode_s:
+            return None
+        size = num_decodes.bit_length()
+        return self._decode_s[min(self._decode_s, key=lambda known: abs(known - size))].value
 
 
-def _follow(average: float | None, seen: float) -> float:
-    return seen if average is None else average + _WEIGHT * (seen - average)
+class _Average:
+    """Of what was seen lately."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._num_seen = 0
+
+    def add(self, seen: float) -> None:
+        self._num_seen += 1
+        if self.value is None:
+            self.value = seen
+            return
+        weight = max(_WEIGHT, 1 / self._num_seen)
+        self.value += weight * (min(seen, _MAX_JUMP * self.value) - self.value)

@@ -158,7 +158,6 @@ class BeamGroups:
             group.places.append(child)
         for seq in group.places:
             # One token each: there is room, because a step has room for one of every row.
-            seq.is_paced = False  # whatever its prompt was
             self._running.compute_chunk(seq, draft, 1)
 
     def _spread(self, group: BeamGroup) -> None:

@@ -53,25 +53,28 @@ class PlanDraft:
     pins: tuple[tuple[BlockHash, float], ...] = ()
     turns: tuple[Started | Preempted, ...] = ()
     paced_budget: int | None = None
-    """Tokens of paced sequences this step may still compute; None: as many as of others."""
+    """Tokens of prompts this step may still compute; None: as many as there is budget for."""
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
         """Copy a block before the step computes; all copies read before any writes."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 
+    @property
+    def prompt_budget(self) -> int:
+        """Tokens of prompts this step may still compute."""
+        return self.budget if self.paced_budget is None else min(self.budget, self.paced_budget)
+
     def room_for(self, seq: Sequence) -> int:
         """Return how many known tokens of `seq` this step may still compute."""
-        if seq.is_paced and self.paced_budget is not None:
-            return min(self.budget, self.paced_budget)
-        return self.budget
+        return self.prompt_budget if _is_prompt(seq) else self.budget
 
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Compute `num_tokens` (more) known tokens of a running sequence, as there is room for."""
         assert seq.row is not None
         self.chunk_lens[seq.row] = self.chunk_lens.get(seq.row, 0) + num_tokens
         self.budget -= num_tokens
-        if seq.is_paced and self.paced_budget is not None:
+        if self.paced_budget is not None and _is_prompt(seq):
             self.paced_budget -= num_tokens
 
     def finish(
@@ -105,3 +108,11 @@ class PlanDraft:
             pins=self.pins,
             turns=self.turns,
         )
+
+
+def _is_prompt(seq: Sequence) -> bool:
+    """Whether what it computes is to be paced; a single token costs what a decode does.
+
+    Such are a search's beams, and what comes back from the host or forks.
+    """
+    return seq.num_tokens_left > 1

@@ -29,9 +29,8 @@ class Prefills:
             return False
         if not self._long_prefills.is_long(seq.num_tokens_left):
             return self.compute_rest(seq, draft)
-        seq.is_paced = True
         draft.long_prefills.append(seq)
-        return self._compute(seq, draft, -(-draft.budget // 2))
+        return self._compute(seq, draft, -(-draft.prompt_budget // 2))
 
     def compute_rest(self, seq: Sequence, draft: PlanDraft) -> bool:
         """Compute what is left, as far as the budget reaches; return whether that was all."""

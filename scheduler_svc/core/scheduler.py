@@ -128,8 +128,8 @@ class Scheduler:
 
         Args:
             now: The time, in the caller's seconds.
-            max_paced_tokens: Most tokens of long prompts that the step computes if sequences
-                decode in it, who feel each of them; None: no bound.
+            max_paced_tokens: Most tokens of prompts that the step computes if sequences decode in
+                it, who feel each of them; None: no bound.
 
         Returns:
             The plan, which must be executed; or None if there is nothing to do, or if only the
@@ -262,6 +262,8 @@ class Scheduler:
         while draft.budget and self._rows.num_free:
             if (seq := self._waiting.first(may_be_long=may_be_long)) is None:
                 return
+            if not draft.prompt_budget and seq.status is not SeqStatus.SWAPPED:
+                return  # it would hold blocks, and compute nothing
             num_tokens = len(seq.token_ids)
             has_room = self._has_room(-(-num_tokens // block_size))
             match self._fetching.at_turn(seq, has_room=has_room):

@@ -126,8 +126,6 @@ class Sequence:
     """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
     num_charged_tokens: int = 0
     """First tokens of its prompt that the policy was told of; kept through preemption."""
-    is_paced: bool = False
-    """Whether what it has to compute was long once: then its chunks are kept short for others."""
     announced: bool = False
     """Whether the worker has heard of it since it got its row."""
     copy_from: DeviceBlockId | None = None

@@ -27,6 +27,8 @@ class WaitingQueue:
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
         """Known tokens that they have to compute, as far as is known."""
+        self.num_short_tokens = 0
+        """Those of them that are not of a long prompt."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -41,9 +43,9 @@ class WaitingQueue:
         num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
         num_tokens = len(seq.token_ids) - num_computed
         self._seq_id_to_tokens[seq.seq_id] = num_tokens
-        self.num_tokens += num_tokens
         is_long = 0 < self._threshold < num_tokens
         lane = self._long if is_long else self._short
+        self._count(lane, num_tokens)
         self.num_swapped += seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane[seq.seq_id] = lane
         account = seq.place.account
@@ -58,13 +60,14 @@ class WaitingQueue:
     def expect(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Note that the prefix cache has so many tokens of a waiting sequence, as things are."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
-        self.num_tokens -= num_cached_tokens
+        self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out, wherever it is, before its status changes."""
         self.num_swapped -= seq.status is SeqStatus.SWAPPED
-        self._seq_id_to_lane.pop(seq.seq_id).remove(seq)
-        self.num_tokens -= self._seq_id_to_tokens.pop(seq.seq_id)
+        lane = self._seq_id_to_lane.pop(seq.seq_id)
+        lane.remove(seq)
+        self._count(lane, -self._seq_id_to_tokens.pop(seq.seq_id))
         self._deadlines.discard(seq)
         account = seq.place.account
         self._num_waiting[account] -= 1
@@ -84,6 +87,10 @@ class WaitingQueue:
         """Return the one whose deadline passed first, if one's has; it stays."""
         head = self._deadlines.first()
         return head[1] if head is not None and head[0][0] <= now else None
+
+    def _count(self, lane: "_Lane", num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.num_short_tokens += num_tokens if lane is self._short else 0
 
 
 class _Lane:

@@ -1,8 +1,9 @@
-"""How much of a long prompt a step may compute, and when it is late, from the steps before it."""
+"""How much of prompts a step may compute, and when it is late, from the steps before it."""
 
 import numpy as np
 import pytest
 
+from scheduler_svc.core.load import PromptQueue
 from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.step_pacer import StepPacer
 
@@ -18,13 +19,18 @@ def plan_of(num_prompt_tokens, num_decodes):
     )
 
 
-def pace(*steps, max_slowdown=1.5) -> int | None:
-    """Of steps (prompt tokens, decodes, seconds)."""
+def pacer_after(*steps, max_slowdown=1.5) -> StepPacer:
+    """Steps are (prompt tokens, decodes, seconds)."""
     pacer = StepPacer(max_slowdown)
     for num_prompt_tokens, num_decodes, execute_s in steps:
         pacer.sent(plan_of(num_prompt_tokens, num_decodes))
         pacer.answered(execute_s)
-    return pacer.max_paced_tokens
+    return pacer
+
+
+def pace(*steps, max_slowdown=1.5, queue=(8, 0, 0)) -> int | None:
+    """Of steps (prompt tokens, decodes, seconds), for (decodes, tokens, short ones' tokens)."""
+    return pacer_after(*steps, max_slowdown=max_slowdown).max_paced_tokens(PromptQueue(*queue))
 
 
 def test_there_is_no_bound_before_both_kinds_of_step_are_known():
@@ -34,7 +40,7 @@ def test_there_is_no_bound_before_both_kinds_of_step_are_known():
 
 
 def test_tokens_fill_what_a_step_may_take_longer():
-    # A token takes 1 ms, a decode 100 ms: half as long again is 50 tokens.
+    # A token takes 1 ms, a decode 100 ms: half as long again are 50 tokens.
     assert pace((100, 0, 0.1), (0, 8, 0.1)) == 50
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=3.0) == 200
 
@@ -47,13 +53,36 @@ def test_a_step_that_was_faster_than_a_decode_does_not_make_tokens_free():
     assert pace((0, 8, 0.1), (10, 8, 0.05)) == pytest.approx(200, abs=1)  # a 20th of it for ten
 
 
+def test_what_a_few_tokens_add_counts_and_not_what_many_do():
+    assert pace((0, 8, 0.1), (8, 8, 0.11), (512, 8, 0.2)) == 40
+
+
 def test_recent_steps_weigh_more():
-    slow, fast = [(0, 8, 0.2)], [(0, 8, 0.1)] * 30
+    slow, fast = [(0, 8, 0.2)], [(0, 8, 0.1)] * 60
     assert pace((100, 0, 0.1), *slow, *fast) == pytest.approx(50, abs=1)
 
 
-def test_a_long_prompt_always_goes_on():
-    assert pace((10, 0, 1.0), (0, 8, 0.001)) == 16
+def test_one_step_that_the_machine_held_up_changes_little():
+    steps = [(100, 0, 0.1), *[(0, 8, 0.1)] * 20]
+    assert pace(*steps, (0, 8, 3.0)) <= 57
+
+
+def test_a_decode_takes_what_it_took_with_about_as_many_sequences():
+    known = [(100, 0, 0.1), (0, 2, 0.04), (0, 30, 0.2)]
+    assert pace(*known, queue=(3, 0, 0)) == 20
+    assert pace(*known, queue=(25, 0, 0)) == 100
+    assert pace(*known, queue=(100, 0, 0)) == 100, "the nearest that is known"
+
+
+def test_a_prompt_always_goes_on():
+    assert pace((10, 0, 1.0), (0, 8, 0.001)) == 4
+
+
+def test_prompts_do_not_queue_up_for_the_bound():
+    slow = [(100, 0, 1.0), (0, 8, 0.1)]  # five tokens are half as long again
+    assert pace(*slow) == 5
+    assert pace(*slow, queue=(8, 1200, 1200)) == 100, "short ones: one of 12 parts"
+    assert pace(*slow, queue=(8, 2560, 40)) == 10, "of all: one of 256 parts"
 
 
 def test_no_bound_if_none_is_wanted():
@@ -62,10 +91,7 @@ def test_no_bound_if_none_is_wanted():
 
 def late_after_s(*steps, in_flight):
     """After steps (prompt tokens, decodes, seconds), with others (prompt tokens, decodes) going."""
-    pacer = StepPacer(1.5)
-    for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
-        pacer.answered(execute_s)
+    pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
         pacer.sent(plan_of(num_prompt_tokens, num_decodes))
     return pacer.is_late_after_s

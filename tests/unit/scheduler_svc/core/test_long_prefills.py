@@ -2,6 +2,8 @@
 
 from policy_driver import Worker, make_core, request
 
+from scheduler_svc.core.load import PromptQueue, read_prompts
+
 
 def test_a_long_prompt_leaves_half_of_each_step_to_short_ones():
     core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
@@ -75,20 +77,57 @@ def test_a_long_prompt_that_is_cached_waits_for_no_other():
     assert worker.admitted == [1, 0, 1]
 
 
-def test_beside_decodes_a_long_prompt_computes_no_more_than_is_paced():
+def test_beside_decodes_prompts_compute_no_more_than_is_paced():
     core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
     worker = Worker(core)
     worker.step()
     core.submit(request(1, num_tokens=40), 1.0)
     core.submit(request(2, num_tokens=6), 1.0)
-    worker.max_paced_tokens = 3
+    worker.max_paced_tokens = 4
     while 1 not in worker.ends:
         worker.step()
-    assert worker.chunks[1] == {1: 3, 2: 6}, "a short one is not held back"
-    assert [chunk[1] for chunk in worker.chunks[1:] if 1 in chunk] == [3] * 13 + [1], (
+    shared = {1: 2, 2: 2}
+    assert worker.chunks[1:4] == [shared] * 3, "a long one leaves half of it to short ones"
+    assert [chunk[1] for chunk in worker.chunks[4:] if 1 in chunk] == [4] * 8 + [2], (
         "neither is its end computed at once"
     )
+
+
+def test_a_prompt_for_which_a_paced_step_has_no_token_left_waits_without_blocks():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16)
+    core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
+    worker = Worker(core)
+    worker.step()
+    core.submit(request(1, num_tokens=8), 1.0)
+    core.submit(request(2, num_tokens=8), 1.0)
+    worker.max_paced_tokens = 4
+    worker.step()
+    assert (worker.chunks[1], worker.admitted) == ({1: 4}, [0, 1])
+
+
+def test_prompts_that_could_have_their_turn_are_counted():
+    core = make_core(max_num_seqs=3, max_num_batched_tokens=16, long_prefill_threshold=8)
+    core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
+    worker = Worker(core)
+    worker.step()
+    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=0, num_short_tokens=0)
+    core.submit(request(1, num_tokens=40), 1.0)
+    core.submit(request(2, num_tokens=6), 1.0)
+    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=46, num_short_tokens=6)
+    worker.max_paced_tokens = 4
+    worker.step()
+    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=42, num_short_tokens=4)
+    core.submit(request(3, num_tokens=4), 1.0)
+    assert read_prompts(core).num_tokens == 42, "it has no row to have"
+
+
+def test_the_end_of_a_long_prompt_is_not_a_short_one():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
+    core.submit(request(0, num_tokens=20), 0.0)
+    worker = Worker(core)
+    worker.step()
+    assert read_prompts(core) == PromptQueue(num_decoding=0, num_tokens=4, num_short_tokens=0)
 
 
 def test_nobody_decodes_and_nothing_is_paced():
