@@ -8,7 +8,7 @@ again. Instead the worker is simulated, under these assumptions:
 - A sequence says, token by token, what it said; it ends by a stop token or its length where it did.
   One that did not end by itself, but was cancelled, failed, or still ran when the recording
   stopped, is cancelled when it has as many tokens as it had; if that is none, when it was.
-- Prompts are paced beside decodes as they were paced last.
+- Beside decodes prompts are paced as they are by `step_pacer`, by what was last known of the steps.
 - A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
   between device and host at the bandwidth that the worker had measured. Nothing fails.
 
@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.load import read_prompts
 from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
 from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
@@ -41,6 +42,7 @@ from scheduler_svc.core_calls import (
     Update,
 )
 from scheduler_svc.simulated_worker import Draw, SimulatedRow, SimulatedWorker
+from scheduler_svc.step_pacer import least_tokens
 from scheduler_svc.step_times import StepTimes, StepTimeSamples
 from scheduler_svc.wire.frames import RecordingError
 from scheduler_svc.wire.recording import read_recording
@@ -173,8 +175,8 @@ class _Recording:
         self.cut_off: dict[SeqName, float] = {}
         """When sequences without a token went that did not end by themselves."""
         self.now = 0.0
-        self.max_paced_tokens: int | None = None
-        """The last bound that the recorder had."""
+        self.tokens_in_time: int | None = None
+        """The last bound that the recorder had for the decodes' sake; None: it had none."""
         self._answered: deque[News] = deque()
 
     def add(self, entry: Entry) -> None:
@@ -202,8 +204,11 @@ class _Recording:
                 self.now = now
                 self._hear(now)
                 self.step_times.planned(now)
-                self.max_paced_tokens = entry.call.max_paced_tokens or self.max_paced_tokens
-                plan = self.core.schedule(now, entry.call.max_paced_tokens)
+                bound = entry.call.max_paced_tokens
+                if bound is not None:
+                    is_for_decodes = bound > least_tokens(read_prompts(self.core))
+                    self.tokens_in_time = bound if is_for_decodes else self.tokens_in_time or 0
+                plan = self.core.schedule(now, bound)
                 self.run.end(self.core.take_expired(), now)
                 self.core.take_reports()
                 if plan is not None:
@@ -314,8 +319,7 @@ class _Simulation:
         self._run.end(self._core.cancel(SourceId(name.source), [name.seq_key]), now)
 
     def _plan(self, now: float) -> None:
-        max_paced = self._recording.max_paced_tokens
-        while (plan := self._core.schedule(now, max_paced)) is not None:
+        while (plan := self._core.schedule(now, self._max_paced_tokens())) is not None:
             self._remember_names(plan)
             outcome = self._worker.execute(plan)
             self._free_at = max(now, self._free_at) + self._step_times.seconds(
@@ -324,6 +328,10 @@ class _Simulation:
             self._in_flight.append((self._free_at, outcome))
         self._run.end(self._core.take_expired(), now)
         self._core.take_reports()
+
+    def _max_paced_tokens(self) -> int | None:
+        in_time = self._recording.tokens_in_time
+        return None if in_time is None else max(in_time, least_tokens(read_prompts(self._core)))
 
     def _remember_names(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:

@@ -28,6 +28,13 @@ _LONG_STEPS = 256
 _LATE_FACTOR = 10
 
 
+def least_tokens(queue: PromptQueue) -> int:
+    """Return how many tokens of prompts a step may compute however long its decodes take."""
+    num_short = -(-queue.num_short_tokens // _SHORT_STEPS)
+    num_any = -(-queue.num_tokens // _LONG_STEPS)
+    return max(_MIN_TOKENS, num_short, num_any)
+
+
 class StepPacer:
     """Bounds a step that decodes to `max_slowdown` times what it takes without prompts."""
 
@@ -51,9 +58,7 @@ class StepPacer:
         if decode_s is None or token_s is None or self._max_slowdown == float("inf"):
             return None
         num_in_time = int((self._max_slowdown - 1) * decode_s / token_s)
-        num_short = -(-queue.num_short_tokens // _SHORT_STEPS)
-        num_any = -(-queue.num_tokens // _LONG_STEPS)
-        return max(_MIN_TOKENS, num_in_time, num_short, num_any)
+        return max(num_in_time, least_tokens(queue))
 
     @property
     def is_late_after_s(self) -> float | None:
