@@ -2,13 +2,15 @@
 
 And, by the same numbers, when a step takes so long that its worker must hang.
 
-They are learned from the steps that a worker does: how long one takes that only decodes, by how
-many sequences there are, and how much longer each prompt token makes it. The first few tokens cost
-more each than many do, because each step pays for reading what is before them; so small steps are
-followed on their own. What is allowed by that is not kept to where prompts would queue up for it.
+Both are learned from the steps that a worker does: how long one takes that only decodes, by how
+many sequences there are; how much longer each prompt token makes it, where there are many; and what
+a step with a few pays for having any, such as for reading all that is before them. The bound is
+what there is time for, but not so little that a prompt mostly pays for that, nor that prompts queue
+up.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from rpc.silence import SILENT_AFTER_S
 from scheduler_svc.core.load import PromptQueue
@@ -21,6 +23,11 @@ _MAX_JUMP = 2.0
 _MIN_TOKENS = 4
 """So many at least; on CPUs they come almost for free beside a few decodes."""
 _FEW_TOKENS = 64
+"""More are many."""
+_MIN_SLOPE = 0.5
+"""What one more token adds, as a share of what each of many does, at least; noise may say less."""
+_MAX_PAYING = 2.0
+"""Times what is spare, how long tokens may take so that having any pays."""
 _SHORT_STEPS = 12
 """Steps within which all short prompts would be done if a step computed its share of them."""
 _LONG_STEPS = 256
@@ -43,9 +50,11 @@ class StepPacer:
         self._decode_s: dict[int, _Average] = {}
         """By the number of bits of how many sequences decode."""
         self._token_s = _Average()
-        """What a prompt's token adds, in any step."""
-        self._few_token_s = _Average()
-        """What each of a few adds beside decodes."""
+        """What a prompt's token adds."""
+        self._many = _Added()
+        """What steps add that have many."""
+        self._few = _Added()
+        """What steps add that have a few and decode, too."""
         self._in_flight: deque[StepPlan] = deque()
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
@@ -53,12 +62,19 @@ class StepPacer:
 
         None: there is no bound, or nothing is known yet.
         """
-        decode_s = self._decode_step_s(queue.num_decoding)
-        token_s = self._few_token_s.value or self._token_s.value
+        decode_s, token_s = self._decode_step_s(queue.num_decoding), self._token_s.value
         if decode_s is None or token_s is None or self._max_slowdown == float("inf"):
             return None
-        num_in_time = int((self._max_slowdown - 1) * decode_s / token_s)
-        return max(num_in_time, least_tokens(queue))
+        fixed_s = 0.0
+        if (few := self._few.means()) is not None:
+            token_s = few.seconds / few.num_tokens
+            if (many := self._many.means()) is not None:
+                slope = (many.seconds - few.seconds) / (many.num_tokens - few.num_tokens)
+                token_s = max(slope, _MIN_SLOPE * many.seconds / many.num_tokens)
+            fixed_s = few.seconds - few.num_tokens * token_s  # less than 0, if the first are cheap
+        spare_s = (self._max_slowdown - 1) * decode_s
+        num_in_time = max(spare_s - fixed_s, min(_MAX_PAYING * spare_s, fixed_s)) / token_s
+        return max(int(num_in_time), least_tokens(queue))
 
     @property
     def is_late_after_s(self) -> float | None:
@@ -101,10 +117,12 @@ class StepPacer:
             return
         beside_s = (self._decode_step_s(plan.num_decodes) or 0.0) if plan.num_decodes else 0.0
         # A token takes some time, even where the step's noise says otherwise.
-        token_s = max(execute_s - beside_s, 0.05 * execute_s) / num_prompt_tokens
-        self._token_s.add(token_s)
-        if plan.num_decodes and num_prompt_tokens <= _FEW_TOKENS:
-            self._few_token_s.add(token_s)
+        added_s = max(execute_s - beside_s, 0.05 * execute_s)
+        self._token_s.add(added_s / num_prompt_tokens)
+        if num_prompt_tokens > _FEW_TOKENS:
+            self._many.add(num_prompt_tokens, added_s)
+        elif plan.num_decodes:
+            self._few.add(num_prompt_tokens, added_s)
 
     def _decode_step_s(self, num_decodes: int) -> float | None:
         """Seconds of a step with so many decodes, or with what is nearest to it; None: unknown."""
@@ -128,3 +146,25 @@ class _Average:
             return
         weight = max(_WEIGHT, 1 / self._num_seen)
         self.value += weight * (min(seen, _MAX_JUMP * self.value) - self.value)
+
+
+class _Means(NamedTuple):
+    num_tokens: float
+    seconds: float
+
+
+class _Added:
+    """What prompts add to steps of a kind."""
+
+    def __init__(self) -> None:
+        self._num_tokens = _Average()
+        self._seconds = _Average()
+
+    def means(self) -> _Means | None:
+        if self._num_tokens.value is None or self._seconds.value is None:
+            return None
+        return _Means(self._num_tokens.value, self._seconds.value)
+
+    def add(self, num_tokens: int, added_s: float) -> None:
+        self._num_tokens.add(num_tokens)
+        self._seconds.add(added_s)

@@ -53,8 +53,23 @@ def test_a_step_that_was_faster_than_a_decode_does_not_make_tokens_free():
     assert pace((0, 8, 0.1), (10, 8, 0.05)) == pytest.approx(200, abs=1)  # a 20th of it for ten
 
 
-def test_what_a_few_tokens_add_counts_and_not_what_many_do():
-    assert pace((0, 8, 0.1), (8, 8, 0.11), (512, 8, 0.2)) == 40
+def pace_by(few_s, many_s) -> int | None:
+    """Of a decode of 100 ms, and what 10 tokens beside it and 110 alone take."""
+    return pace((0, 8, 0.1), (10, 8, few_s), (110, 0, many_s))
+
+
+def test_what_a_step_pays_for_having_any_tokens_is_no_tokens_fault():
+    assert pace_by(0.13, 0.13) == pytest.approx(30, abs=1), "1 ms each, and 20 ms for having any"
+    assert pace_by(0.105, 0.105) == pytest.approx(55, abs=1), "the first are cheap"
+
+
+def test_what_having_any_takes_does_not_leave_less_time_than_it_takes_itself():
+    assert pace_by(0.14, 0.14) == pytest.approx(30, abs=1), "30 ms for having any, and 30 for them"
+    assert pace_by(0.22, 0.22) == pytest.approx(100, abs=1), "110 ms for it, and 50 are spare"
+
+
+def test_many_tokens_are_not_free_because_a_step_was_slow_that_had_few():
+    assert pace_by(0.5, 0.11) == pytest.approx(200, abs=1), "half of the ms that they took"
 
 
 def test_recent_steps_weigh_more():
