@@ -71,10 +71,9 @@ class SchedulerSettings(ProcessSettings):
     max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
-    """How much longer a step may take for parts of prompts while others stream: the parts are made
-    as short as that, or four tokens, unless prompts would queue up. Streams then flow evenly, and
-    first tokens come later, of a long prompt several times as late as if nobody streamed. More
-    gives first tokens sooner, and longer gaps in the streams; inf: no bound."""
+    """How much longer a step may take for a part of a long prompt while others stream: the parts
+    are made as short as that, or four tokens, unless prompts would queue up. More gives the long
+    prompt's first token sooner, and longer gaps in the streams; inf: no bound."""
     policy: str = "fcfs"
     """Who is served first: fcfs, priority, fair (between tenants), deadline, a combination such as
     priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""

@@ -28,8 +28,10 @@ _MIN_SLOPE = 0.5
 """What one more token adds, as a share of what each of many does, at least; noise may say less."""
 _MAX_PAYING = 2.0
 """Times what is spare, how long tokens may take so that having any pays."""
-_SHORT_STEPS = 12
-"""Steps within which all short prompts would be done if a step computed its share of them."""
+_SHORT_STEPS = 1
+"""Steps within which all short prompts would be done if a step computed its share of them.
+
+With twelve, eight streams in a closed loop had 0.43 of the p99 gap, and 0.87 of the throughput."""
 _LONG_STEPS = 256
 """The same for all prompts."""
 _LATE_FACTOR = 10

@@ -108,8 +108,8 @@ class UpSettings(ProcessSettings):
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
     """What becomes of the KV of a sequence that must make room; default: what costs less."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
-    """How much longer a step may take for parts of prompts while others stream; inf: no bound;
-    default: the scheduler's, 1.4."""
+    """How much longer a step may take for a part of a long prompt while others stream; inf: no
+    bound; default: the scheduler's, 1.4."""
     eviction: Literal["lru", "lfu", "fifo"] | None = None
     """Which cached KV block is evicted first; default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None

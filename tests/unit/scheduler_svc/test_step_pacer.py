@@ -96,8 +96,8 @@ def test_a_prompt_always_goes_on():
 def test_prompts_do_not_queue_up_for_the_bound():
     slow = [(100, 0, 1.0), (0, 8, 0.1)]  # five tokens are half as long again
     assert pace(*slow) == 5
-    assert pace(*slow, queue=(8, 1200, 1200)) == 100, "short ones: one of 12 parts"
-    assert pace(*slow, queue=(8, 2560, 40)) == 10, "of all: one of 256 parts"
+    assert pace(*slow, queue=(8, 1200, 1200)) == 1200, "short ones are computed at once"
+    assert pace(*slow, queue=(8, 2560, 4)) == 10, "of all: one of 256 parts"
 
 
 def test_no_bound_if_none_is_wanted():
