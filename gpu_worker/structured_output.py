@@ -5,7 +5,7 @@ thread of its own as soon as the token is known, while the next step computes; t
 it only if it comes late. Grammars are compiled on another thread, while the prompt is computed: one
 that takes longer than its prompt holds up the step in which its row first samples.
 
-Symbols: `S` sequences, `V` vocabulary.
+Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
 
 from collections import OrderedDict
@@ -21,6 +21,7 @@ import torch
 
 from gpu_worker.daemon_thread import DaemonThread
 from gpu_worker.upload import upload
+from kernels import ops
 
 _MAX_COMPILED = 64
 """Grammars that are kept compiled: requests often share one."""
@@ -28,12 +29,12 @@ _MAX_COMPILED = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Masks:
-    """What rows that were advanced together may not sample next."""
+    """What rows that were advanced together may sample next."""
 
-    is_suppressed: npt.NDArray[np.bool_]
-    """bool[*, V]."""
+    admitted: npt.NDArray[np.int32]
+    """int32[*, W]: bit t % 32 of word t // 32 is token t's."""
     is_stuck: npt.NDArray[np.bool_]
-    """bool[*]: whether that is everything."""
+    """bool[*]: whether that is nothing."""
 
 
 class _Row:
@@ -66,6 +67,7 @@ class StructuredOutput:
         self._rows: dict[int, _Row] = {}
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars")
+        self._executor = llguidance.LLExecutor(num_threads=1)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
         """Give a free row its grammar, and the output that it has so far."""
@@ -98,15 +100,8 @@ class StructuredOutput:
         """
         entries = [self._rows[row] for row in rows]
         masks = [(entry.masks.result(), entry.place) for entry in entries if entry.masks]
-        suppressed = [mask.is_suppressed[place] for mask, place in masks]
-        if self._device.type == "cpu":  # row by row numpy takes a quarter of the time of torch
-            scores = logits.numpy()
-            for place, is_suppressed in zip(places.tolist(), suppressed, strict=True):
-                np.copyto(scores[place], -np.inf, where=is_suppressed)
-        else:
-            all_suppressed, index = upload([np.stack(suppressed), places], self._device)
-            restricted = logits.index_select(0, index).masked_fill_(all_suppressed, -torch.inf)
-            logits.index_copy_(0, index, restricted)
+        admitted = np.stack([mask.admitted[place] for mask, place in masks])
+        ops.suppress(logits, *upload([places, admitted], self._device))
         stuck: npt.NDArray[np.int64] = places[[mask.is_stuck[place] for mask, place in masks]]
         return stuck
 
@@ -127,8 +122,8 @@ class StructuredOutput:
 
         def advance() -> _Masks:
             matchers = [entry.matcher for entry in entries if entry.matcher is not None]
-            for matcher, token_id in zip(matchers, token_ids()[places].tolist(), strict=True):
-                matcher.consume_token(token_id)
+            sampled = token_ids()[places].tolist()
+            self._executor.consume_token_par(list(zip(matchers, sampled, strict=True)))
             return self._masks(matchers)
 
         # One job for all: to hand a job over costs more than to work out a mask.
@@ -142,19 +137,19 @@ class StructuredOutput:
         self._thread.stop()
 
     def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> _Masks:
-        """Work out which tokens may not come next; none may if a grammar is lost."""
-        admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)  # bits
-        first = admitted.ctypes.data  # to ask for it costs more than a mask
-        num_bytes = admitted.strides[0]
+        """Work out which tokens may come next; none may if a grammar is lost."""
+        admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher, place) for place, matcher in enumerate(matchers)],
+            admitted.ctypes.data,
+            admitted.strides[0],
+            len(matchers),
+        )
         for place, matcher in enumerate(matchers):
-            if not matcher.is_error():
-                matcher.unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
             if matcher.is_error():  # too complex, as it may turn out only now
                 admitted[place] = 0
         is_stuck: npt.NDArray[np.bool_] = np.logical_not(admitted.any(1))
-        suppressed = np.invert(admitted, out=admitted).view(np.uint8)
-        bits = np.unpackbits(suppressed, axis=1, count=self._vocab_size, bitorder="little")
-        return _Masks(bits.view(np.bool_), is_stuck)
+        return _Masks(admitted, is_stuck)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if grammar not in self._compiled:

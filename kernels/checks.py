@@ -116,3 +116,17 @@ def check_options(
         raise ValueError(f"softcap is {softcap}, required is above 0")
     if sinks is not None:
         check_tensor("sinks", sinks, (query.shape[1],), torch.float32, query)
+
+
+def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
+    """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, V / 32].
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    if logits.dim() != 2:  # noqa: PLR2004  [S, V]
+        raise ValueError(f"logits has {logits.dim()} dimensions, required are 2")
+    num_words = -(-logits.shape[1] // 32)
+    check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits)
+    check_tensor("places", places, (places.numel(),), torch.int64, logits)
+    check_tensor("admitted", admitted, (places.numel(), num_words), torch.int32, logits)

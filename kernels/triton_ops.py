@@ -9,6 +9,7 @@ from kernels.rotary import rotary
 from kernels.rotary_store import rotary_store_kv
 from kernels.sample import sample
 from kernels.store import store_kv
+from kernels.suppress import suppress
 
 __all__ = [
     "add_rms_norm",
@@ -23,4 +24,5 @@ __all__ = [
     "scatter_blocks",
     "silu_mul",
     "store_kv",
+    "suppress",
 ]

@@ -94,6 +94,7 @@ class Library:
         self.rotary = Kernel(library, "rotary", "5q6P5q")
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
         self.store_kv = Kernel(library, "store_kv", "5q5P10q")
+        self.suppress = Kernel(library, "suppress", "2q3P2q")
         self.attention = Kernel(library, "attention", "9q11P15q2d")
         self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
         """The second half of `attention`, by the same fields, where there are partial results."""

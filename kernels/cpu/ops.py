@@ -6,6 +6,7 @@ from kernels.cpu.norm import add_rms_norm, rms_norm
 from kernels.cpu.rotary import rotary
 from kernels.cpu.rotary_store import rotary_store_kv
 from kernels.cpu.store import store_kv
+from kernels.cpu.suppress import suppress
 from kernels.reference import copy_blocks, gather_blocks, sample, scatter_blocks
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "scatter_blocks",
     "silu_mul",
     "store_kv",
+    "suppress",
 ]

@@ -12,6 +12,7 @@ from kernels.reference.rotary import rotary
 from kernels.reference.rotary_store import rotary_store_kv
 from kernels.reference.sample import sample
 from kernels.reference.store import store_kv
+from kernels.reference.suppress import suppress
 
 __all__ = [
     "add_rms_norm",
@@ -26,4 +27,5 @@ __all__ = [
     "scatter_blocks",
     "silu_mul",
     "store_kv",
+    "suppress",
 ]

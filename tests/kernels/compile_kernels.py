@@ -87,6 +87,7 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     triton_ops.add_rms_norm(x, x, weight, 1e-5)
     triton_ops.rotary(query, key, torch.zeros(8, head_dim), ids)
     triton_ops.silu_mul(x)
+    triton_ops.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
     numbers = torch.ones(4)
     triton_ops.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
 

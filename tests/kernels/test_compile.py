@@ -20,6 +20,7 @@ KERNELS = {
     "_add_rms_norm_kernel",
     "_rotary_kernel",
     "_silu_mul_kernel",
+    "_suppress_kernel",
     "_scale_kernel",
     "_sample_kernel",
 }

@@ -1,0 +1,46 @@
+/* Suppression of tokens: what a bit mask does not admit becomes -inf. One mask is one row. */
+#include "simd.h"
+#include "threads.h"
+
+enum { LOGITS_WORTH_IT = 131072, WORD_BITS = 32 }; /* logits that pay for waking a second thread */
+
+struct suppress {
+    int64_t num_masks, num_tokens;
+    float *logits;            /* [S, V] */
+    const int64_t *places;    /* [G] */
+    const uint32_t *admitted; /* [G, W]; bit t % 32 of word t / 32 is token t's */
+    int64_t logits_stride, admitted_stride;
+};
+
+/* The logits of LANES tokens, whose bits are the lowest of `bits`. */
+INLINE void suppress_lanes(float *logits, uint32_t bits)
+{
+#ifdef __AVX512F__
+    _mm512_mask_storeu_ps(logits, (__mmask16)~bits, _mm512_set1_ps(-INFINITY));
+#else
+    vi lanes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    vi is_admitted = (((int32_t)bits - (vi){0}) & lanes) != 0;
+    vf_store(logits, vf_select(is_admitted, vf_load(logits), vf_set(-INFINITY)));
+#endif
+}
+
+void quire_suppress_share(const void *args, int worker, int num_workers)
+{
+    const struct suppress *a = args;
+    int64_t full = a->num_tokens / WORD_BITS, end = share_start(a->num_masks, worker + 1, num_workers);
+    for (int64_t mask = share_start(a->num_masks, worker, num_workers); mask < end; mask++) {
+        float *logits = a->logits + a->places[mask] * a->logits_stride;
+        const uint32_t *admitted = a->admitted + mask * a->admitted_stride;
+        for (int64_t word = 0; word < full; word++) {
+            suppress_lanes(logits + word * WORD_BITS, admitted[word]);
+            suppress_lanes(logits + word * WORD_BITS + LANES, admitted[word] >> LANES);
+        }
+        for (int64_t token = full * WORD_BITS; token < a->num_tokens; token++)
+            if (!(admitted[full] >> token % WORD_BITS & 1)) logits[token] = -INFINITY;
+    }
+}
+
+void quire_suppress(const struct suppress *a)
+{
+    in_parallel(a->num_masks * a->num_tokens > LOGITS_WORTH_IT, quire_suppress_share, a);
+}

@@ -1,0 +1,21 @@
+"""Suppression of what a bit mask does not admit, in plain torch.
+
+Symbols: `S` sequences, `G` of them that have a mask, `V` vocabulary, `W` words, V / 32 rounded up.
+"""
+
+import torch
+
+
+def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
+    """Set each logit to -inf whose bit is 0, in place.
+
+    Args:
+        logits: float32[S, V].
+        places: int64[G], each once: where among the logits the masks' rows are.
+        admitted: int32[G, W]: bit t % 32 of word t // 32 is token t's.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=admitted.device)
+    is_suppressed = ((admitted.unsqueeze(2) >> bits) & 1) == 0  # [G, W, 32]
+    is_suppressed = is_suppressed.flatten(1)[:, : logits.shape[1]]
+    masked = logits.index_select(0, places).masked_fill_(is_suppressed, -torch.inf)
+    logits.index_copy_(0, places, masked)
