@@ -43,7 +43,11 @@ def test_what_is_not_admitted_is_minus_infinity_and_the_rest_is_as_it_was(op, nu
 def test_a_logit_that_is_no_number_stays_so_where_it_is_admitted(op, device):
     where_it_runs = where(op, device)
     logits = torch.full((1, 64), torch.nan, device=where_it_runs)
-    op(logits, torch.zeros(1, dtype=torch.int64).to(where_it_runs), int32([-1, 0]).to(where_it_runs))
+    op(
+        logits,
+        torch.zeros(1, dtype=torch.int64).to(where_it_runs),
+        int32([-1, 0]).to(where_it_runs),
+    )
     assert logits[0, :32].isnan().all()
     assert logits[0, 32:].isneginf().all()
 
