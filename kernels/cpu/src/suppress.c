@@ -2,7 +2,10 @@
 #include "simd.h"
 #include "threads.h"
 
-enum { LOGITS_WORTH_IT = 131072, WORD_BITS = 32 }; /* logits that pay for waking a second thread */
+enum {
+    LOGITS_WORTH_IT = 131072, /* that pay for waking a second thread */
+    WORD_BITS = 32,
+};
 
 struct suppress {
     int64_t num_masks, num_tokens;
@@ -24,11 +27,17 @@ INLINE void suppress_lanes(float *logits, uint32_t bits)
 #endif
 }
 
-void quire_suppress_share(const void *args, int worker, int num_workers)
+int64_t quire_suppress_count(const void *args)
 {
     const struct suppress *a = args;
-    int64_t full = a->num_tokens / WORD_BITS, end = share_start(a->num_masks, worker + 1, num_workers);
-    for (int64_t mask = share_start(a->num_masks, worker, num_workers); mask < end; mask++) {
+    return shares_of(a->num_masks, 1);
+}
+
+void quire_suppress_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct suppress *a = args;
+    int64_t full = a->num_tokens / WORD_BITS, end = share_start(a->num_masks, share + 1, num_shares);
+    for (int64_t mask = share_start(a->num_masks, share, num_shares); mask < end; mask++) {
         float *logits = a->logits + a->places[mask] * a->logits_stride;
         const uint32_t *admitted = a->admitted + mask * a->admitted_stride;
         for (int64_t word = 0; word < full; word++) {
@@ -42,5 +51,6 @@ void quire_suppress_share(const void *args, int worker, int num_workers)
 
 void quire_suppress(const struct suppress *a)
 {
-    in_parallel(a->num_masks * a->num_tokens > LOGITS_WORTH_IT, quire_suppress_share, a);
+    run_call(a->num_masks * a->num_tokens > LOGITS_WORTH_IT, quire_suppress_share,
+             quire_suppress_count, a);
 }
