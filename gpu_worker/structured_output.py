@@ -67,6 +67,8 @@ class StructuredOutput:
         self._rows: dict[int, _Row] = {}
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars")
+        # What it is called for it does without Python's lock, for which the step would have to wait
+        # once a row. One thread: the cores are the model's.
         self._executor = llguidance.LLExecutor(num_threads=1)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
