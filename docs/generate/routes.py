@@ -20,7 +20,7 @@ from router.ui.face import Ui
 _HEAD = """# HTTP
 
 The router speaks OpenAI's API; fields, errors and streams are as there, and an unknown field is
-refused by name. `/ui` is a page for people ([observe.md](../observe.md)); what is below `/ui/api`
+refused by name. `/ui` is a page for people ([screens.md](../screens.md)); what is below `/ui/api`
 is for that page, and changes with it. Every process answers the probes.
 
 | | |
