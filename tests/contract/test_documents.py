@@ -1,0 +1,43 @@
+"""The documents lead somewhere: their links, and the files and folders that they name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [
+    *("bench", "clients", "deploy", "docs", "gpu_worker", "kernels", "models", "protos", "quire"),
+    *("router", "rpc", "scheduler_svc", "sim_worker", "tests"),
+]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
+FILES = [
+    f"/{path.relative_to(ROOT).as_posix()}" for name in FOLDERS for path in (ROOT / name).rglob("*")
+]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+SOURCE = re.compile(r"(?<![\w/.<-])(?!google/)[\w./-]+\.(?:py|proto|c|sh)(?![\w.])")
+PLACE = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(FOLDERS)})/[\w./-]+")
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name in `page`: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_a_page_and_a_heading_that_are_there(page):
+    for target, anchor in LINK.findall(page.read_text()):
+        led_to = (page.parent / target).resolve() if target else page
+        assert led_to.exists(), target
+        if anchor:
+            assert anchor in anchors(led_to), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_and_folders_that_are_named_are_there(page):
+    quoted = " ".join(QUOTED.findall(page.read_text()))
+    for name in [*SOURCE.findall(quoted), *PLACE.findall(quoted)]:
+        end = f"/{name.rstrip('/.')}"
+        assert any(path.endswith(end) for path in FILES) or (ROOT / name).exists(), name
