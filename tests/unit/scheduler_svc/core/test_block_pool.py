@@ -135,3 +135,18 @@ def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
 def test_a_pool_may_be_empty():
     pool = make_pool(0)
     assert (pool.num_free, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])
+
+
+def test_of_what_is_restored_what_became_known_last_is_evicted_first():
+    pool = BlockPool(4, DeviceBlockId)
+    pool.restore([[1]], [2, 1, 3], [b"a", b"b", b"c"])
+    assert (pool.num_blank, pool.num_cached, pool.ref_count(1)) == (1, 2, 1)
+    assert pool.find([b"a", b"b", b"c"]) == [2, 1, 3]
+    assert pool.allocate(3) == [0, 3, 2]
+
+
+def test_of_two_restored_blocks_with_one_content_the_older_is_kept():
+    pool = BlockPool(4, DeviceBlockId)
+    pool.restore([], [2, 1], [b"a", b"a"])
+    assert pool.find([b"a"]) == [2]
+    assert pool.num_blank == 3

@@ -1,0 +1,40 @@
+"""Names of blocks, on their way to the worker."""
+
+from scheduler_svc.core.new_labels import NewLabels
+
+
+def test_what_a_step_computes_is_told_with_the_one_after_it():
+    labels = NewLabels()
+    labels.give([1], [bytes(32)])
+    labels.begin_step()
+    labels.give([2], [bytes(31) + b"2"])
+    assert labels.take()[0].tolist() == [1]
+    assert labels.take()[0].tolist() == []
+    labels.begin_step()
+    blocks, names = labels.take()
+    assert blocks.tolist() == [2]
+    assert names[0, 31] == ord("2")
+
+
+def test_what_moves_in_the_step_is_named_where_it_will_be():
+    labels = NewLabels()
+    labels.give([1], [bytes(32)])
+    labels.begin_step()
+    labels.give([1], [bytes(32)])
+    labels.give([5], [bytes(32)])
+    labels.exchange(1, 5)
+    assert labels.take()[0].tolist() == [1], "before the step it was here"
+    labels.begin_step()
+    assert labels.take()[0].tolist() == [5, 1]
+
+
+def test_what_is_not_to_be_trusted_is_not_named():
+    labels = NewLabels()
+    for block in (1, 2):
+        labels.give([block], [bytes(32)])
+    labels.begin_step()
+    labels.give([3], [bytes(32)])
+    labels.forget({1, 3})
+    assert labels.take()[0].tolist() == [2]
+    labels.begin_step()
+    assert labels.take()[0].tolist() == []
