@@ -15,9 +15,6 @@ import grpc
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WorkerKv
-from router.domain import Load
 from router.live_request import LiveRequest
 from router.live_table import LiveTable
 from router.outbox import Outbox
@@ -30,18 +27,17 @@ from router.scheduler_news import (
     StepNews,
     Welcome,
 )
+from router.scheduler_questions import SchedulerQuestions
 from router.scheduler_wire import news_from_proto
-from router.wire import load_from_proto
 from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from rpc.silence import BEAT_S, LOST_AFTER_S, TICK_S, Silence
-from rpc.status import calling
 from rpc.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_ASK_TIMEOUT_S = 5.0
+_LISTEN_TIMEOUT_S = 5.0
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -111,12 +107,19 @@ class SchedulerLink:
         self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
-        self._stub: scheduler_pb2_grpc.SchedulerServiceStub | None = None
+        self._questions: SchedulerQuestions | None = None
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a scheduler."""
         return self._outbox is not None
+
+    @property
+    def questions(self) -> SchedulerQuestions:
+        """Who answers for the scheduler; raises UnavailableError while there is none."""
+        if self._outbox is None or self._questions is None:
+            raise UnavailableError(self.status)
+        return self._questions
 
     @property
     def misfit(self) -> MisfitError | None:
@@ -159,38 +162,6 @@ class SchedulerLink:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)
         return await self._resuming.wait(first_seq_key, start)
-
-    # --- questions ------------------------------------------------------------------------------
-
-    async def load(self) -> Load:
-        """Asks how busy the scheduler is; raises UnavailableError while there is none."""
-        request = scheduler_pb2.GetSchedulerLoadRequest()
-        with calling():
-            response = await self._connected().GetSchedulerLoad(request, timeout=_ASK_TIMEOUT_S)
-        return load_from_proto(response.load)
-
-    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Asks who holds which KV blocks; raises what the scheduler refuses."""
-        request = scheduler_pb2.DescribeSchedulerKvRequest(query=query)
-        with calling():
-            response = await self._connected().DescribeSchedulerKv(request, timeout=_ASK_TIMEOUT_S)
-        workers: Sequence[WorkerKv] = response.workers
-        return workers
-
-    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Asks what the workers are doing; raises what the scheduler refuses."""
-        request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
-        with calling():
-            response = await self._connected().DescribeSchedulerActivity(
-                request, timeout=_ASK_TIMEOUT_S
-            )
-        workers: Sequence[WorkerActivity] = response.workers
-        return workers
-
-    def _connected(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
-        if self._outbox is None or self._stub is None:
-            raise UnavailableError(self.status)
-        return self._stub
 
     # --- the stream -----------------------------------------------------------------------------
 
@@ -236,14 +207,15 @@ class SchedulerLink:
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
-        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
-        call = self._stub.Connect()
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._questions = SchedulerQuestions(channel)
+        call = stub.Connect()
         silence = Silence()
         tasks: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout(None) as limit:
                 tasks.append(asyncio.create_task(self._watch(silence, limit)))
-                asker = asyncio.create_task(_listen(self._stub, silence))
+                asker = asyncio.create_task(_listen(stub, silence))
                 tasks.append(asker)
                 hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
                 await call.write(scheduler_pb2.ConnectRequest(hello=hello))
@@ -396,7 +368,7 @@ async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, silence: Silenc
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(
-                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_ASK_TIMEOUT_S
+                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_LISTEN_TIMEOUT_S
             )
             silence.heard()
         await asyncio.sleep(BEAT_S)

@@ -160,18 +160,18 @@ class Schedulers:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
         if not self._connected:
             raise self.unavailable()
-        return _add_up(await asyncio.gather(*(link.load() for link in self._connected)))
+        return _add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
 
         Raises what they refuse, `UnavailableError` while there is none.
         """
-        return await self._ask_all(lambda link: link.describe_kv(query))
+        return await self._ask_all(lambda link: link.questions.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
-        return await self._ask_all(lambda link: link.describe_activity(query))
+        return await self._ask_all(lambda link: link.questions.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
         refusal: QuireError | None = None if self._connected else self.unavailable()
@@ -229,7 +229,7 @@ class Schedulers:
 
     async def _look(self, link: SchedulerLink) -> None:
         with contextlib.suppress(QuireError):
-            load = await link.load()
+            load = await link.questions.load()
             num_seqs = load.num_requests_running + load.num_requests_waiting
             self._sights[link] = _Sight(
                 max(0, num_seqs - len(link.table)), max(1, load.num_workers)

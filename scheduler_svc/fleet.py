@@ -21,13 +21,13 @@ from scheduler_svc.domain import (
     WorkerInfo,
 )
 from scheduler_svc.engine import Engine
-from scheduler_svc.held_requests import HeldRequests
 from scheduler_svc.placement import Placer
 from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.roster import Roster
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
+from scheduler_svc.unplaced_requests import UnplacedRequests
 from scheduler_svc.wire.router import finished_to_proto
 
 _STALL_MARGIN_S = 5.0
@@ -62,7 +62,7 @@ class Fleet:
         self._max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
-        self._held = HeldRequests()
+        self._unplaced = UnplacedRequests()
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -101,14 +101,14 @@ class Fleet:
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
         """End sequences early, wherever they are."""
         self._post_to_all(CancelSequences(source, seq_keys))
-        finished = self._held.cancel(source, seq_keys)
+        finished = self._unplaced.cancel(source, seq_keys)
         self._streams.deliver(finished_to_proto(finished))
 
     def drop_source(self, source: SourceId) -> None:
         """End all sequences of a source that is gone."""
         self._post_to_all(DropSource(source))
-        self._held.drop_source(source)
-        self._spans.drop_source(source)  # of those held; the sessions drop theirs
+        self._unplaced.drop_source(source)
+        self._spans.drop_source(source)  # of those unplaced; the sessions drop theirs
 
     # --- for operators --------------------------------------------------------------------------
 
@@ -131,16 +131,16 @@ class Fleet:
     # --- how it is ------------------------------------------------------------------------------
 
     @property
-    def num_held_seqs(self) -> int:
+    def num_unplaced_seqs(self) -> int:
         """Sequences that wait for a worker to be attached."""
-        return self._held.num_seqs
+        return self._unplaced.num_seqs
 
     @property
     def queue_room(self) -> int:
-        """How many sequences may be submitted to the worker that has the most room, or be held."""
+        """How many sequences may be submitted to the worker with most room, or wait for one."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            return max(0, self._max_waiting - self._held.num_seqs)
+            return max(0, self._max_waiting - self._unplaced.num_seqs)
         loads = [session.placement_load() for session in sessions]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
@@ -148,7 +148,7 @@ class Fleet:
     def num_live_seqs(self) -> int:
         """Sequences that run or wait, at a worker or for one."""
         loads = [session.load() for session in self._sessions()]
-        return self._held.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
+        return self._unplaced.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
         """Say which step takes longer than any may; None: all is well."""
@@ -177,7 +177,7 @@ class Fleet:
         self.roster.remove(engine)
         self._awaited.discard(engine)
         self._show_health()
-        self._place_held()  # what was held for this one alone
+        self._place_unplaced()  # what waited for this one alone
 
     def note_failure(self) -> None:
         """Learn that an engine has failed, whose session answers no step any more."""
@@ -228,20 +228,20 @@ class Fleet:
             )
 
     def attached(self, engine: Engine) -> None:
-        """Place what was held."""
+        """Place what waited for a worker."""
         self._attached.set()
         self._awaited.discard(engine)
         self._show_health()
-        self._place_held()
+        self._place_unplaced()
 
     def _await_no_more(self) -> None:
-        """Place what was held for workers that do not come."""
+        """Place what waited for workers that do not come."""
         self._is_reunion = False
         self._awaited.clear()
-        self._place_held()
+        self._place_unplaced()
 
-    def _place_held(self) -> None:
-        for command in self._held.take_all():
+    def _place_unplaced(self) -> None:
+        for command in self._unplaced.take_all():
             try:
                 self._place(command)
             except QuireError as error:
@@ -260,7 +260,7 @@ class Fleet:
         self._show_health()
 
     def lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
-        """Place a lost worker's requests anew, or hold them until it, or another, is there.
+        """Place a lost worker's requests anew, or keep them until it, or another, is there.
 
         One that ran at each of the last workers lost, and gained nothing there, ends: it may well
         be what they are lost of, and would take those beside it down again and again.
@@ -274,7 +274,7 @@ class Fleet:
     # --- parts ----------------------------------------------------------------------------------
 
     def _place(self, command: SubmitRequest) -> None:
-        """Post a request to the engine where it goes best, or hold it if none is there.
+        """Post a request to the engine where it goes best, or keep it if none is there.
 
         Raises:
             TooBusyError: There is no room; never for one that was accepted before.
@@ -285,16 +285,16 @@ class Fleet:
         n = num_live_seqs(command.request)
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            if can_refuse and self._held.num_seqs + n > self._max_waiting:
-                raise self._too_busy(self._held.num_seqs, n)
-            self._held.add(command)
+            if can_refuse and self._unplaced.num_seqs + n > self._max_waiting:
+                raise self._too_busy(self._unplaced.num_seqs, n)
+            self._unplaced.add(command)
             return
         num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
         if most := max(num_held_tokens):  # it may have moved, and left something behind
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
-            self._held.add(command)  # its KV may be at a worker that is not attached yet
+            self._unplaced.add(command)  # its KV may be at a worker that is not attached yet
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)

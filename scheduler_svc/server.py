@@ -110,7 +110,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         roster = self._fleet.roster
         loads = [load for load in roster.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
-            load=load_to_proto(loads, self._fleet.num_held_seqs, roster.spaces().values())
+            load=load_to_proto(loads, self._fleet.num_unplaced_seqs, roster.spaces().values())
         )
 
     async def Defragment(  # noqa: N802

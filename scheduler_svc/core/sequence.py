@@ -34,7 +34,8 @@ class SeqStatus(Enum):
     PREFILL = "prefill"
     """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
     DECODE = "decode"
-    """Running: gains one token in every step; a beam gains none, and goes on when all have."""
+    """Running: gains a token in every step, and with it the guesses of the worker that were right.
+    A beam gains none, and goes on when all have been computed."""
     MIGRATING = "migrating"
     """On its way to another core, KV in host blocks or none; in no queue, holds no row."""
     FINISHED = "finished"

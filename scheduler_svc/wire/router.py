@@ -320,18 +320,18 @@ def _by_source(
 
 
 def load_to_proto(
-    loads: Sequence[SchedulerLoad], num_held_seqs: int, spaces: Collection[SpaceReport]
+    loads: Sequence[SchedulerLoad], num_unplaced_seqs: int, spaces: Collection[SpaceReport]
 ) -> common_pb2.Load:
     """Add up the loads of the attached workers, and what waits for one to be attached.
 
     Args:
         loads: One for each worker that is attached.
-        num_held_seqs: Sequences that wait for a worker to be attached.
+        num_unplaced_seqs: Sequences that wait for a worker to be attached.
         spaces: As `loads`.
     """
     return common_pb2.Load(
         num_requests_running=sum(load.num_running for load in loads),
-        num_requests_waiting=sum(load.num_waiting for load in loads) + num_held_seqs,
+        num_requests_waiting=sum(load.num_waiting for load in loads) + num_unplaced_seqs,
         max_num_seqs=sum(load.max_num_seqs for load in loads),
         num_blocks=sum(load.num_blocks for load in loads),
         num_free_blocks=sum(load.num_free_blocks for load in loads),

@@ -13,7 +13,7 @@ from scheduler_svc.request_ends import live_outputs, num_live_seqs
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
-class HeldRequests:
+class UnplacedRequests:
     """Requests in the order in which they came."""
 
     def __init__(self) -> None:
@@ -21,20 +21,20 @@ class HeldRequests:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that are held and have not ended."""
+        """Sequences that wait and have not ended."""
         return sum(num_live_seqs(command.request) for command in self._commands)
 
     def add(self, command: SubmitRequest) -> None:
-        """Hold one more."""
+        """Keep one more."""
         self._commands.append(command)
 
     def take_all(self) -> list[SubmitRequest]:
-        """Hold none any more, and return those that were."""
+        """Keep none any more, and return those that were."""
         commands, self._commands = self._commands, []
         return commands
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
-        """End those of `seq_keys` that are held and live; unknown ones are ignored."""
+        """End those of `seq_keys` that wait and live; unknown ones are ignored."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
         for command in self.take_all():
