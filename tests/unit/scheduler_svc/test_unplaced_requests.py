@@ -1,4 +1,4 @@
-"""Requests that wait for a worker: unplaced in order, cancelled, dropped with their router."""
+"""Requests that wait for a worker: kept in order, cancelled, dropped with their router."""
 
 from scheduler_requests import make_request
 
