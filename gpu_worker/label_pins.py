@@ -23,8 +23,13 @@ class LabelPins:
         for label, seconds in pins:
             self._ends.pop(label, None)
             self._ends[label] = now + seconds
-        if (num_over := len(self._ends) - self.max_pins) > 0:
-            for label in sorted(self._ends, key=self._ends.__getitem__)[:num_over]:
+        if len(self._ends) > self.max_pins:
+            by_end = sorted(self._ends, key=self._ends.__getitem__)
+            # More than must be, or every step that pins would sort them all.
+            most = self.max_pins - self.max_pins // 8
+            for index, label in enumerate(by_end):
+                if len(by_end) - index <= most and self._ends[label] > now:
+                    break
                 del self._ends[label]
 
     def held(self) -> tuple[tuple[bytes, float], ...]:

@@ -124,9 +124,9 @@ class Attempts:
         Raises `error` if there is no use in another, or no time.
         """
         now_s = time.monotonic()
+        self._routers.failed(self._router, error)  # the next request, too, asks another
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
-        self._routers.failed(self._router, error)
         return delay_s
 
     def cancel(self) -> Any:

@@ -20,14 +20,20 @@ _LANES: Final = 16
 def new_partials(query: torch.Tensor, num_seqs: int, max_len: int) -> torch.Tensor:
     """Room for the pieces of lone tokens' results, for sequences of at most `max_len` tokens.
 
-    `query` is [T, H, D]. Nothing if all have one piece.
+    `query` is [T, H, D].
     """
+    _, num_heads, head_dim = query.shape
+    size = num_partials(num_heads, head_dim, num_seqs, max_len)
+    return query.new_empty(size, dtype=torch.float32)
+
+
+def num_partials(num_heads: int, head_dim: int, num_seqs: int, max_len: int) -> int:
+    """How many numbers `new_partials` has; none if all results have one piece."""
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:
-        return query.new_empty(0, dtype=torch.float32)
-    _, num_heads, head_dim = query.shape
+        return 0
     width = -(-head_dim // _LANES) * _LANES + 2
-    return query.new_empty(num_seqs * num_heads * num_splits * width, dtype=torch.float32)
+    return num_seqs * num_heads * num_splits * width
 
 
 def paged_attention_decode(

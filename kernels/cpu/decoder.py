@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from kernels.cpu.attention import new_partials
+from kernels.cpu.attention import num_partials
 from kernels.cpu.layer_calls import LayerCalls, NativeLayer
 from kernels.cpu.library import Call, Program, native
 from kernels.cpu.native_inputs import NativeInputs
@@ -104,14 +104,15 @@ class NativeDecoder:
 
     def _step(self, inputs: NativeInputs, memory: torch.Tensor | None) -> _Step:
         num_tokens, (num_seqs, width) = inputs.hidden.shape[0], inputs.block_tables.shape
-        num_works = _num_works(self._shape, len(self._layers), num_tokens)
+        max_len = width * self._caches[0][0].shape[1]
+        size = num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
+        num_works = _num_works(self._shape, len(self._layers), num_tokens, size)
         num_elements = Workspace.num_elements(self._shape, num_tokens)
         if memory is None:
             memory = torch.empty(num_works * num_elements, dtype=_DTYPE)
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
         works = [Workspace.of(self._shape, num_tokens, part) for part in parts]
-        max_len = width * self._caches[0][0].shape[1]
-        partials = self._partials_for(num_works, works[0].query, num_seqs, max_len)
+        partials = self._partials_for(num_works, size)
         layer_calls = LayerCalls(self._library, self._shape, inputs, self._cos_sin)
 
         calls: list[Call] = []
@@ -136,17 +137,15 @@ class NativeDecoder:
         program = Program(self._library, calls, num_apart)
         return _Step(inputs, (memory, partials, total), out, program)
 
-    def _partials_for(
-        self, num_works: int, query: torch.Tensor, num_seqs: int, max_len: int
-    ) -> torch.Tensor:
-        """float32[num_works, *]: where attention's partial results go; kept for other steps."""
-        needed = new_partials(query, num_seqs, max_len).numel()
-        if self._partials.numel() < num_works * needed:
-            self._partials = torch.empty(num_works * needed, dtype=torch.float32)
-        return self._partials[: num_works * needed].view(num_works, needed)
+    def _partials_for(self, num_works: int, size: int) -> torch.Tensor:
+        """float32[num_works, size]: for attention's partial results; kept for other steps."""
+        if self._partials.numel() < num_works * size:
+            self._partials = torch.empty(num_works * size, dtype=torch.float32)
+        return self._partials[: num_works * size].view(num_works, size)
 
 
-def _num_works(shape: NativeShape, num_layers: int, num_tokens: int) -> int:
-    """How many workspaces the layers of a step use in turn."""
+def _num_works(shape: NativeShape, num_layers: int, num_tokens: int, num_floats: int = 0) -> int:
+    """How many workspaces the layers of a step use in turn, each with its partial results."""
     num_bytes = Workspace.num_elements(shape, num_tokens) * _DTYPE.itemsize
+    num_bytes += num_floats * torch.float32.itemsize
     return min(max(2, _APART_BYTES // max(1, num_bytes)), num_layers)

@@ -160,7 +160,8 @@ class Successor(Replica):
 
     def _adopt_running(self, seq: Sequence) -> bool:
         """Let a sequence run on in the blocks of its row, if there is one."""
-        if (row := self._find(seq.request, seq.output_index)) is None:
+        row = self._find(seq.request, seq.output_index)
+        if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
         has_all_to_tell = len(seq.token_ids) > seq.num_prompt_tokens
         if not (seq.request.reads_prefix_cache or has_all_to_tell):

@@ -93,7 +93,8 @@ def test_a_share_whose_worker_is_stuck_is_done_by_another_and_later_calls_too(nu
     assert was_awaited == [True]
 
 
-def test_memory_is_not_used_again_while_a_late_worker_may_be_at_it():
+@pytest.mark.parametrize("joins", [False, True])
+def test_memory_is_not_used_again_while_a_late_worker_may_be_at_it(joins):
     is_taken, next_ran, reuse_began = threading.Lock(), threading.Event(), threading.Event()
     events = []
 
@@ -107,7 +108,10 @@ def test_memory_is_not_used_again_while_a_late_worker_may_be_at_it():
         reuse_began.set()
         events.append("reuse")
 
-    run([call(2, late), call(1, lambda *_: next_ran.set()), call(1, use_again)], 2, num_apart=2)
+    calls = [call(2, late), call(1, lambda *_: next_ran.set())]
+    calls += [call(1, lambda *_: None)] if joins else []
+    calls.append(call(1, use_again, joins))
+    run(calls, 2, num_apart=len(calls) - 1)
     assert events[:3] == [("too early", False), "left", "reuse"]
 
 

@@ -18,6 +18,7 @@ enum {
     MIN_PATIENCE_NS = 10000,
     REST_NS = 20000,
     SPINS_PER_LOOK = 16, /* at the clock */
+    FAR_TOO_LONG = 16,   /* times what is too long */
     NO_SHARE = -1,
     NOWHERE = INT_MAX,
 };
@@ -35,8 +36,9 @@ struct run {
     int num_workers;
     struct worker *workers;
     _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
-    /* By share: 1 + the last call of which it is done. */
+    /* By share: 1 + the last call of which it is done, and of which somebody does it again. */
     _Atomic int done[MAX_SHARES] __attribute__((aligned(64)));
+    _Atomic int redone[MAX_SHARES];
 };
 
 static int64_t now_ns(void)
@@ -91,17 +93,29 @@ static int64_t do_share(struct run *run, int call, int share, int num_shares)
     return now_ns() - began;
 }
 
-/* Waits until a share is done; if that takes too long, does it. */
-static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
+/* Waits for so long, or until a share is done; whether it is. */
+static bool is_done_within(struct run *run, int call, int share, int64_t patience_ns)
 {
-    if (atomic_load(&run->done[share]) > call) return;
+    if (atomic_load(&run->done[share]) > call) return true;
     for (int64_t began = now_ns(); now_ns() - began < patience_ns;)
         for (int spin = 0; spin < SPINS_PER_LOOK; spin++) {
-            if (atomic_load(&run->done[share]) > call) return;
+            if (atomic_load(&run->done[share]) > call) return true;
 #ifdef __x86_64__
             __builtin_ia32_pause();
 #endif
         }
+    return false;
+}
+
+/* Waits until a share is done; if that takes too long, does it. Of those who wait, the first does
+ * it, and the others only if that takes far too long: they would take its owner's bandwidth. */
+static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
+{
+    if (is_done_within(run, call, share, patience_ns)) return;
+    int redone = atomic_load(&run->redone[share]);
+    bool is_first = redone <= call &&
+                    atomic_compare_exchange_strong(&run->redone[share], &redone, call + 1);
+    if (!is_first && is_done_within(run, call, share, FAR_TOO_LONG * patience_ns)) return;
     do_share(run, call, share, num_shares);
 }
 
@@ -130,10 +144,11 @@ static void work(struct run *run, int worker)
     for (int call; (call = atomic_load(&run->present)) < program->num_calls;) {
         /* Said before it takes a share: nobody passes the call until that is done. */
         atomic_store(place, call);
-        for (int i = 0; i < run->num_workers && program->num_apart <= call; i++)
-            while (atomic_load(&run->workers[i].place) <= call - program->num_apart) rest();
-        work_on(run, call, worker, &patience_ns);
         int next = next_call(program, call);
+        /* The last of those that join it must be as far from the late ones as the first. */
+        for (int i = 0; i < run->num_workers && program->num_apart < next; i++)
+            while (atomic_load(&run->workers[i].place) < next - program->num_apart) rest();
+        work_on(run, call, worker, &patience_ns);
         while (call < next && !atomic_compare_exchange_weak(&run->present, &call, next)) {}
     }
     atomic_store(place, NOWHERE);
@@ -153,7 +168,7 @@ void quire_run(const struct program *program)
         atomic_init(&workers[i].left, 0);
         atomic_init(&workers[i].place, NOWHERE);
     }
-    struct run run = {program, num_workers, workers, 0, {0}};
+    struct run run = {program, num_workers, workers, 0, {0}, {0}};
 #pragma omp parallel num_threads(num_workers)
     work(&run, omp_get_thread_num());
 }

@@ -42,7 +42,7 @@ struct program {
     const struct call *calls;
     int64_t num_calls;
     int64_t num_apart; /* what a call reads or writes is changed by no call earlier than so many
-                          after it */
+                          after it; no fewer than join one another */
 };
 
 void quire_run(const struct program *program);

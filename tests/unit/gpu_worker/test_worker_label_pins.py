@@ -42,3 +42,11 @@ def test_when_there_are_too_many_those_that_end_first_are_forgotten(clock):
     assert pins.held() == ((A, 5.0), (C, 4.0))
     pins.clear()
     assert pins.held() == ()
+
+
+def test_pins_whose_time_is_over_make_room_first(clock):
+    pins = LabelPins(16, clock)
+    pins.pin([(bytes([index]) * 32, 1.0) for index in range(16)])
+    clock.now += 2
+    pins.pin([(A, 5.0), (B, 5.0)])
+    assert pins.held() == ((A, 5.0), (B, 5.0))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 from successor_driver import (
     MAX_TOKENS,
     PROMPT,
@@ -215,3 +216,17 @@ def test_a_block_that_two_rows_claim_to_write_is_copied():
     plan = pair.core.schedule(0.0)
     assert plan.copy_src_block_ids.tolist() == [row.block_ids[-1]]
     check(pair.core)
+
+
+def test_a_row_with_more_tokens_than_its_request_may_have_is_not_believed():
+    pair, request = Pair(), long_request()
+    pair.submit(request)
+    pair.step(6)
+    held = pair.worker.hand_over()
+    (row,) = held.rows
+    lie = replace(row, token_ids=np.append(row.token_ids, np.zeros(MAX_TOKENS, np.int32)))
+    pair.core = Successor(pair.config)
+    pair.core.inherit(Holdings((lie,), held.device), 0.0)
+    pair.submit(pair.again(request))
+    pair.run()
+    assert_all_heard(pair, request)
