@@ -17,6 +17,8 @@ from tests.e2e.resuming_reader import ResumingReader, merged
 from tests.e2e.service import Service
 
 NUM_TOKENS = 600
+NUM_BEAMS = 3
+BLOCK_SIZE = 16
 OPTIONS = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 REQUESTS = (
     generate_request([5], **OPTIONS),
@@ -28,7 +30,7 @@ REQUESTS = (
     generate_request(
         list(range(60, 100)),
         n=2,
-        beam=common_pb2.BeamSearch(width=3),
+        beam=common_pb2.BeamSearch(width=NUM_BEAMS),
         **OPTIONS | {"max_tokens": NUM_TOKENS // 2},
     ),
 )
@@ -121,7 +123,7 @@ def test_streams_survive_the_death_of_the_worker(
 def test_streams_survive_the_death_of_the_scheduler(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """And none of their tokens is computed again, but for those of a search, which starts anew."""
+    """And none of their tokens is computed again, but for the ends of a search's beams."""
     own.scheduler.kill()
     num_live = _num_live(readers)
     own.wait_until_not_ready()
@@ -131,7 +133,8 @@ def test_streams_survive_the_death_of_the_scheduler(
     _assert_as_unfailed(readers, unfailed)
     own.wait_until_ready()
     own.wait_until_idle()
-    assert own.metrics(own.scheduler)["quire_recomputed_tokens_total"] == 0
+    num_recomputed = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
+    assert num_recomputed <= NUM_BEAMS * 2 * BLOCK_SIZE  # of each its last block, and one unnamed
     assert own.metrics(own.scheduler)["quire_adopted_tokens_total"] > 0
 
 
