@@ -39,7 +39,9 @@ def prefer(host: str, port: int, taken: Collection[int]) -> int:
     if port not in taken and port <= 65535:  # noqa: PLR2004 - the last one
         with contextlib.suppress(OSError):
             return _bind(host, port)
-    return _bind(host, 0)
+    while (free := _bind(host, 0)) in taken:  # nobody listens there yet
+        pass
+    return free
 
 
 def _bind(host: str, port: int) -> int:

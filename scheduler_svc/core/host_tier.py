@@ -26,11 +26,12 @@ class HostTier:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        has_disk = config.num_disk_blocks > 0
+        # Without a prefix cache nobody looks for what is evicted; only a successor has such at all.
+        demotes = config.num_disk_blocks > 0 and config.enable_prefix_caching
         self.pool = BlockPool(
             config.num_host_blocks,
             HostBlockId,
-            on_evict=self._evict if has_disk else None,
+            on_evict=self._evict if demotes else None,
             eviction=config.eviction,
         )
         self.disk = DiskTier(config, self.pool)
