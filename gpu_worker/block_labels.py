@@ -184,6 +184,8 @@ class BlockLabels:
         self.device.give(blocks, labels, ages)
 
     def _begin_disk_moves(self, step: StepInput) -> None:
+        if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+            return
         for src, dst in _pairs(step.disk_store_src_block_ids, step.disk_store_dst_block_ids):
             self._stores[dst] = self.host.of(np.array([src], np.int32))
         self.disk.take(step.disk_store_dst_block_ids)
@@ -195,11 +197,13 @@ class BlockLabels:
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Take the labels of what the scheduled tokens are written to."""
-        firsts = scheduled.starts // self._block_size
-        lasts = (scheduled.starts + scheduled.lens - 1) // self._block_size
+        firsts, offsets = np.divmod(scheduled.starts, self._block_size)
         blocks = rows.block_tables[scheduled.rows, firsts]
         self.device.take(blocks)
-        self._is_void[blocks[scheduled.starts % self._block_size == 0]] = False
+        self._is_void[blocks[offsets == 0]] = False
+        if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block
+            return
+        lasts = (scheduled.starts + scheduled.lens - 1) // self._block_size
         for index in np.flatnonzero(lasts > firsts).tolist():
             row = scheduled.rows[index]
             blocks = rows.block_tables[row, firsts[index] + 1 : lasts[index] + 1]

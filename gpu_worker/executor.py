@@ -287,15 +287,16 @@ class Executor:
         is_live = ~self.rows.has_ended(rows, incarnations)
         if self._speculation is not None:
             is_live &= self._speculation.keep(scheduled, sampled.token_ids, sampled.is_finite)
-        is_stuck = np.zeros_like(is_live)
-        is_stuck[sampled.stuck] = True
         has_failed = is_live & ~sampled.is_finite
+        is_stuck = np.zeros(len(rows), np.bool_)
+        is_stuck[sampled.stuck] = True
         is_stuck &= is_live & ~has_failed
         has_sampled = is_live & ~has_failed & ~is_stuck
         stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
         ended = stops | has_failed | is_stuck
-        num_tokens = scheduled.positions + has_sampled
-        self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
+        if ended.any():
+            num_tokens = scheduled.positions + has_sampled
+            self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
         self.rows.store_sampled(rows, incarnations, scheduled.positions, sampled.token_ids)
         logprobs = _of_sampled(sampled.logprobs, has_sampled)
         if logprobs:
@@ -303,9 +304,11 @@ class Executor:
         execute_s = time.monotonic() - launched.start_s
         if self._speculation is not None:
             self._speculation.advance(scheduled, has_sampled, execute_s)
-        has_row = has_sampled & self.rows.is_current(rows, incarnations)
-        now_s = time.time()
-        self._spans.computed(launched.step_id, scheduled, rows[has_row], now_s - execute_s, now_s)
+        if self._spans.has_any:
+            has_row = has_sampled & self.rows.is_current(rows, incarnations)
+            now_s = time.time()
+            start_s = now_s - execute_s
+            self._spans.computed(launched.step_id, scheduled, rows[has_row], start_s, now_s)
         if has_failed.any():
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]

@@ -55,13 +55,14 @@ def build_input_batch(
     seq_lens = scheduled.starts + lens
     if num_decodes == len(lens):  # one token each, as in most steps: there is little to work out
         row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
-        starts = np.arange(num_decodes + 1, dtype=np.int32)
+        starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
     else:
-        starts = np.zeros(len(lens) + 1, np.int32)
+        starts, max_query_len = np.zeros(len(lens) + 1, np.int32), int(lens.max())
         np.cumsum(lens, out=starts[1:])
         row_of_token = np.repeat(scheduled.rows, lens)
         positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
-    blocks = rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
+    places, offsets = np.divmod(positions, block_size)  # in block tables and blocks
+    blocks = rows.block_tables[row_of_token, places].astype(np.int64)
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
     known = slice(num_on_device, None)
     samples_all = len(scheduled.sampling) == len(positions)
@@ -78,7 +79,7 @@ def build_input_batch(
     ) = upload(
         [
             positions,
-            blocks * block_size + positions % block_size,
+            blocks * block_size + offsets,
             rows.token_ids[row_of_token[known], positions[known]].astype(np.int64),
             scheduled.rows[:num_on_device],
             scheduled.rows[scheduled.sampling],
@@ -100,7 +101,7 @@ def build_input_batch(
             block_tables=block_tables,
             seq_lens=seq_lens_t,
             query_start_loc=query_start_loc,
-            max_query_len=int(lens.max()),
+            max_query_len=max_query_len,
             num_decodes=num_decodes,
         ),
         sampling_rows=sampling_rows,

@@ -115,10 +115,12 @@ class Rows:
 
         After an error the rows are in no defined state; `clear` is the only way on.
         """
-        self._release(step.released_rows)
+        if len(step.released_rows):
+            self._release(step.released_rows)
         for new_row in step.new_rows:
             self._add(new_row)
-        self._append_blocks(step.appended_rows, step.appended_block_ids)
+        if len(step.appended_rows):
+            self._append_blocks(step.appended_rows, step.appended_block_ids)
         self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
         return self._schedule(step)
 
@@ -266,27 +268,18 @@ class Rows:
             self.block_tables[used, :width] = names[tables]
 
     def _schedule(self, step: StepInput) -> ScheduledRows:
-        (decoding,) = np.nonzero(self.is_decoding)
+        (decoding,) = self.is_decoding.nonzero()
         if len(decoding) != step.num_decodes:
             raise BrokenInvariantError(
                 f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
                 f"{step.step_id}"
             )
         chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
-        _require(self.is_used[chunk_rows], "chunk_rows", chunk_rows, "which is free")
-        _require(~self.is_decoding[chunk_rows], "chunk_rows", chunk_rows, "which decodes")
-        has_room = self.num_tokens[chunk_rows] < self.max_total[chunk_rows]
-        _require(has_room, "chunk_rows", chunk_rows, "which has its max_total_tokens")
-        num_left = self.num_tokens[chunk_rows] - self.num_computed[chunk_rows]
-        _require(
-            chunk_lens <= num_left,
-            "chunk_lens",
-            chunk_lens,
-            "more than the row's tokens to compute",
-        )
+        if len(chunk_rows):
+            self._require_computable(chunk_rows, chunk_lens)
         decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
         rows = np.concatenate([decodes, chunk_rows])
-        lens = np.concatenate([np.ones_like(decodes), chunk_lens])
+        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])
         if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
             raise InvalidArgumentError(
                 "chunk_lens",
@@ -301,14 +294,15 @@ class Rows:
 
         # Rows that ended go on in name: the scheduler counts them until it knows and releases them.
         self.num_computed[chunk_rows] += chunk_lens
-        sampled = chunk_rows[chunk_lens == num_left]
+        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
+        sampled = chunk_rows[is_last]
         if not self._has_guesses:
             self.num_computed[decoding] += 1
             sampled = np.concatenate([decoding, sampled])
         self.num_tokens[sampled] += 1
         self.is_decoding[sampled] = self.num_tokens[sampled] < self.max_total[sampled]
         sampling = np.concatenate(
-            [np.arange(len(decodes)), len(decodes) + np.nonzero(chunk_lens == num_left)[0]]
+            [np.arange(len(decodes)), len(decodes) + is_last.nonzero()[0]]
         )
         return ScheduledRows(
             rows=rows,
@@ -319,6 +313,14 @@ class Rows:
             positions=(starts + lens)[sampling],
             incarnations=self.incarnation[rows],
         )
+
+    def _require_computable(self, rows: Int64Array, lens: Int64Array) -> None:
+        _require(self.is_used[rows], "chunk_rows", rows, "which is free")
+        _require(~self.is_decoding[rows], "chunk_rows", rows, "which decodes")
+        has_room = self.num_tokens[rows] < self.max_total[rows]
+        _require(has_room, "chunk_rows", rows, "which has its max_total_tokens")
+        num_left = self.num_tokens[rows] - self.num_computed[rows]
+        _require(lens <= num_left, "chunk_lens", lens, "more than the row's tokens to compute")
 
 
 def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:

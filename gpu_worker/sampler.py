@@ -8,6 +8,7 @@ that need it: a batch of greedy ones costs a check for non-finite values and an 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from kernels import ops
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+_NOBODY: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +112,9 @@ class Sampler:
             num_outputs: int64[S]: tokens that the sequence has produced so far.
         """
         table = self.table
-        # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-        is_finite = logits.sum(1).isfinite()
+        is_finite = _is_finite(logits)
+        if table.is_plain[rows].all():  # as in most steps: nothing to look for below
+            return Sampled(self._choose(logits, rows, positions), is_finite, None, _NOBODY)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -127,11 +130,7 @@ class Sampler:
             assert self._structured is not None
             stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
 
-        token_ids = _argmax(logits)
-        drawn = np.nonzero(table.temperature[rows])[0]
-        if len(drawn):
-            draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
-            draw_tokens(logits, token_ids, drawn, rows[drawn], positions[drawn])
+        token_ids = self._choose(logits, rows, positions)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
@@ -202,6 +201,20 @@ class Sampler:
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """int64[S]: by the logits as they are now, the most likely token or a draw."""
+        token_ids = _argmax(logits)
+        drawn = self.table.temperature[rows].nonzero()[0]
+        if len(drawn):
+            draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
+            draw_tokens(logits, token_ids, drawn, rows[drawn], positions[drawn])
+        return token_ids
+
     def _draw(
         self,
         logits: torch.Tensor,
@@ -265,6 +278,15 @@ class Sampler:
         chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
         top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
         return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
+
+
+def _is_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool[S]: whether all are."""
+    # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
+    sums = logits.sum(1)
+    if logits.device.type == "cpu":  # torch's takes five operations
+        return torch.from_numpy(np.isfinite(sums.numpy()))
+    return sums.isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

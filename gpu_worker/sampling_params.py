@@ -69,6 +69,8 @@ class SamplingTable:
         self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.is_plain = np.zeros(max_num_seqs, np.bool_)
+        """Whether its logits are sampled from as the model gives them, and only a token is wanted."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -94,6 +96,13 @@ class SamplingTable:
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.num_top_prompt_logprobs[row] = params.prompt_logprobs or 0
         self.has_grammar[row] = params.grammar is not None
+        self.is_plain[row] = not (
+            params.has_penalties
+            or params.logit_bias
+            or params.min_tokens
+            or params.grammar is not None
+            or params.logprobs is not None
+        )
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
         self.end_token_ids[row] = NO_TOKEN
         self.end_token_ids[row, : len(ends)] = ends

@@ -91,6 +91,11 @@ class SequenceSpans:
         self._sampled_context = sampled_context
         self._row_to_traced: dict[int, _Traced] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a sequence to follow."""
+        return bool(self._row_to_traced)
+
     def opened(self, new_rows: Iterable[NewRow], now_s: float) -> None:
         """Sequences got rows. Times here are wall-clock seconds."""
         for new in new_rows:

@@ -1,5 +1,7 @@
 """Steps from protobuf and back; checks all that can be checked without the rows."""
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +30,8 @@ from rpc.packing import pack_int32, unpack_int32
 
 _IDENTITY_BYTES = 32
 _MAX_PIN_S = 10**6
+_NONE: Final = unpack_int32(b"", "")
+"""What most fields of most batches name; read-only, as all that is unpacked."""
 
 
 def step_input_from_proto(batch: worker_pb2.StepBatch, limits: Limits) -> StepInput:
@@ -197,6 +201,8 @@ def host_blocks_to_pull(
 
 def _rows(packed: bytes, field: str, limits: Limits) -> Int32Array:
     """Distinct rows."""
+    if not packed:
+        return _NONE
     rows = unpack_int32(packed, field)
     require_range(field, rows, 0, limits.max_num_seqs - 1)
     require_distinct(field, rows)
@@ -204,6 +210,8 @@ def _rows(packed: bytes, field: str, limits: Limits) -> Int32Array:
 
 
 def _blocks(packed: bytes, field: str, num_blocks: int) -> Int32Array:
+    if not packed:
+        return _NONE
     block_ids = unpack_int32(packed, field)
     require_range(field, block_ids, 0, num_blocks - 1)
     return block_ids
@@ -234,8 +242,11 @@ def _moves(
 ) -> tuple[Int32Array, Int32Array]:
     """The source and target blocks of a kind of moves; targets are distinct."""
     src_name, dst_name = f"{kind}_src_block_ids", f"{kind}_dst_block_ids"
-    src = _blocks(getattr(commands, src_name), f"kv_commands.{src_name}", num_src_blocks)
-    dst = _blocks(getattr(commands, dst_name), f"kv_commands.{dst_name}", num_dst_blocks)
+    packed_src, packed_dst = getattr(commands, src_name), getattr(commands, dst_name)
+    if not (packed_src or packed_dst):  # as in almost every batch
+        return _NONE, _NONE
+    src = _blocks(packed_src, f"kv_commands.{src_name}", num_src_blocks)
+    dst = _blocks(packed_dst, f"kv_commands.{dst_name}", num_dst_blocks)
     require_parallel(f"kv_commands.{dst_name}", dst, src_name, src)
     require_distinct(f"kv_commands.{dst_name}", dst)
     return src, dst

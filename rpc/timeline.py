@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,7 @@ class _Timeline:
 
 
 _timeline: _Timeline | None = None
+_NO_SPAN: Final = nullcontext()
 
 
 def configure(process: str, directory: Path | None) -> None:
@@ -44,12 +45,13 @@ def is_on() -> bool:
     return _timeline is not None
 
 
-@contextmanager
-def span(name: str) -> Iterator[None]:
+def span(name: str) -> AbstractContextManager[None]:
     """Record what the block takes, in the lane of the calling thread."""
-    if _timeline is None:
-        yield
-        return
+    return _NO_SPAN if _timeline is None else _span(name)
+
+
+@contextmanager
+def _span(name: str) -> Iterator[None]:
     start_ns = time.monotonic_ns()
     try:
         yield
