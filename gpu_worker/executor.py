@@ -313,8 +313,10 @@ class Executor:
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
-        disk = NO_ENDS if self._disk_pool is None else self._disk_pool.take_ended(launched.step_id)
-        self._end_disk_moves(disk)
+        disk = NO_ENDS
+        if self._disk_pool is not None:
+            disk = self._disk_pool.take_ended(launched.step_id)
+            self._end_disk_moves(disk)
         return StepOutput(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),

@@ -64,7 +64,6 @@ def build_input_batch(
     places, offsets = np.divmod(positions, block_size)  # in block tables and blocks
     blocks = rows.block_tables[row_of_token, places].astype(np.int64)
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    known = slice(num_on_device, None)
     samples_all = len(scheduled.sampling) == len(positions)
     (
         positions_t,
@@ -80,7 +79,7 @@ def build_input_batch(
         [
             positions,
             blocks * block_size + offsets,
-            rows.token_ids[row_of_token[known], positions[known]].astype(np.int64),
+            _token_ids(rows, row_of_token[num_on_device:], positions[num_on_device:]),
             scheduled.rows[:num_on_device],
             scheduled.rows[scheduled.sampling],
             _NONE if samples_all else _places_before_sampled(scheduled, starts[:-1]),
@@ -107,6 +106,13 @@ def build_input_batch(
         sampling_rows=sampling_rows,
         logits_indices=None if samples_all else logits_indices,
     )
+
+
+def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
+    """int64[len(positions)]: of tokens whose values the rows have."""
+    if not len(positions):
+        return _NONE
+    return rows.token_ids[row_of_token, positions].astype(np.int64)
 
 
 def _places_before_sampled(scheduled: ScheduledRows, starts: Int32Array) -> Int64Array:

@@ -301,9 +301,7 @@ class Rows:
             sampled = np.concatenate([decoding, sampled])
         self.num_tokens[sampled] += 1
         self.is_decoding[sampled] = self.num_tokens[sampled] < self.max_total[sampled]
-        sampling = np.concatenate(
-            [np.arange(len(decodes)), len(decodes) + is_last.nonzero()[0]]
-        )
+        sampling = np.concatenate([np.arange(len(decodes)), len(decodes) + is_last.nonzero()[0]])
         return ScheduledRows(
             rows=rows,
             starts=starts,

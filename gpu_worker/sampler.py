@@ -24,6 +24,7 @@ from kernels import ops
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+_LEAST: Final = torch.finfo(torch.float32).min
 _NOBODY: Final = np.empty(0, np.int64)
 
 
@@ -208,52 +209,49 @@ class Sampler:
         positions: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """int64[S]: by the logits as they are now, the most likely token or a draw."""
-        token_ids = _argmax(logits)
         drawn = self.table.temperature[rows].nonzero()[0]
-        if len(drawn):
-            draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
-            draw_tokens(logits, token_ids, drawn, rows[drawn], positions[drawn])
-        return token_ids
+        if not len(drawn):
+            return _argmax(logits)
+        draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
+        if len(drawn) == len(rows):
+            return draw_tokens(logits, rows, positions)
+        token_ids = _argmax(logits)
+        (index,) = upload([drawn], self._device)
+        drawn_ids = draw_tokens(logits.index_select(0, index), rows[drawn], positions[drawn])
+        return token_ids.index_copy_(0, index, drawn_ids)
 
     def _draw(
         self,
         logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-    ) -> None:
-        """Replace `token_ids` at `places`, whose rows and positions are given, by draws."""
+    ) -> torch.Tensor:
+        """int64[S]: a draw for each; changes the logits."""
         table = self.table
-        index, temperature, uniform = upload(
+        temperature, uniform = upload(
             [
-                places,
                 np.maximum(table.temperature[rows, None], _MIN_TEMPERATURE),
                 uniforms(table.seed[rows], positions),
             ],
             self._device,
         )
-        drawn = logits if len(places) == len(logits) else logits.index_select(0, index)
         # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
-        maximum = drawn.amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-        scaled = drawn.sub_(maximum).div_(temperature)  # in place: the logits are not needed again
+        maximum = logits.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = logits.sub_(maximum).div_(temperature)  # in place: not needed again
         weights = scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
-        token_ids.index_copy_(0, index, draw(weights, uniform))
+        return draw(weights, uniform)
 
     def _draw_by_kernel(
         self,
         logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-    ) -> None:
+    ) -> torch.Tensor:
         """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
         table = self.table
-        index, *given = upload(
+        given = upload(
             [
-                places,
                 np.maximum(table.temperature[rows], _MIN_TEMPERATURE),
                 table.top_k[rows],
                 table.top_p[rows],
@@ -263,8 +261,7 @@ class Sampler:
             ],
             self._device,
         )
-        drawn = logits if len(places) == len(logits) else logits.index_select(0, index)
-        token_ids.index_copy_(0, index, ops.sample(drawn, *given))
+        return ops.sample(logits, *given)
 
     def _logprobs(
         self,

@@ -70,7 +70,7 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether its logits are sampled from as the model gives them, and only a token is wanted."""
+        """Whether its logits are sampled from as they are, and only a token is wanted."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -115,7 +115,5 @@ class SamplingTable:
         self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
         """bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
-        is_end: npt.NDArray[np.bool_] = np.any(
-            self.end_token_ids[rows] == token_ids[:, None], axis=1
-        )
+        is_end: npt.NDArray[np.bool_] = (self.end_token_ids[rows] == token_ids[:, None]).any(1)
         return is_end
