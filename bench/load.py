@@ -137,7 +137,7 @@ async def _send(session: aiohttp.ClientSession, body: bytes) -> _Stream:
                 if b'"finish_reason":null' in event:  # nearly all: text, and nothing else to know
                     arrivals.append(elapsed)
                     continue
-                if event == b"data: [DONE]":
+                if event == b"data: [DONE]" or event.startswith(b":"):  # a comment: it is alive
                     continue
                 chunk = json.loads(event.removeprefix(b"data: "))
                 if "error" in chunk:

@@ -111,6 +111,6 @@ def _stream_over_http(deployment: Deployment) -> list[str]:
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         lines = [line.decode().strip() for line in response]
-    events = [line.removeprefix("data: ") for line in lines if line]
+    events = [line.removeprefix("data: ") for line in lines if line and line != ":"]
     assert events.pop() == "[DONE]"
     return [json.loads(event)["choices"][0]["text"] for event in events]

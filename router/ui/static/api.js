@@ -42,6 +42,7 @@ export async function* stream(path, body, signal) {
     const events = buffered.split("\n\n");
     buffered = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a comment: there is nothing new yet
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const parsed = JSON.parse(data);
