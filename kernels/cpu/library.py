@@ -61,10 +61,21 @@ class Program:
     """Calls that run one after another without the threads' going to sleep in between."""
 
     def __init__(self, library: "Library", calls: Sequence[Call], num_apart: int) -> None:
-        """Memory that a call reads or writes is changed by no call within `num_apart` after it.
+        """What a call reads or writes is changed by no call earlier than `num_apart` after it.
 
         Not even by itself: a thread that has lost its core does late, and twice, what others did.
+
+        Raises:
+            ValueError: More than `num_apart` calls join one another: they would wait for ever.
         """
+        num_joined = 0
+        for call in calls:
+            num_joined = num_joined + 1 if call.joins else 1
+            if num_joined > num_apart:
+                raise ValueError(
+                    f"num_apart is {num_apart}; {num_joined} calls join one another, and it must "
+                    "be no fewer"
+                )
         self._run = library.run
         self._args = [ctypes.create_string_buffer(call.args, len(call.args)) for call in calls]
         table = b"".join(

@@ -26,7 +26,8 @@ class HostTier:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        # Without a prefix cache nobody looks for what is evicted; only a successor has such at all.
+        # Without a prefix cache there is something to evict only after a scheduler's restart: what
+        # was swapped out and is not claimed yet, or never will be. The disk is not written for it.
         demotes = config.num_disk_blocks > 0 and config.enable_prefix_caching
         self.pool = BlockPool(
             config.num_host_blocks,

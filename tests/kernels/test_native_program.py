@@ -122,3 +122,10 @@ def test_a_program_runs_again():
     for _ in range(20):
         program()
     assert all(times >= 20 for times in count.values())
+
+
+def test_more_joined_calls_than_are_apart_are_refused():
+    calls = [call(1, lambda *_: None), call(1, lambda *_: None, joins=True)]
+    Program(native(), calls, 2)
+    with pytest.raises(ValueError, match="num_apart is 1; 2 calls join"):
+        Program(native(), calls, 1)
