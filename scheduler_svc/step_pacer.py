@@ -28,20 +28,19 @@ _MIN_SLOPE = 0.5
 """What one more token adds, as a share of what each of many does, at least; noise may say less."""
 _MAX_PAYING = 2.0
 """Times what is spare, how long tokens may take so that having any pays."""
-_SHORT_STEPS = 1
-"""Steps within which all short prompts would be done if a step computed its share of them.
-
-With twelve, eight streams in a closed loop had 0.43 of the p99 gap, and 0.87 of the throughput."""
 _LONG_STEPS = 256
-"""The same for all prompts."""
+"""Steps within which all prompts would be done if a step computed its share of them."""
 _LATE_FACTOR = 10
 
 
 def least_tokens(queue: PromptQueue) -> int:
-    """Return how many tokens of prompts a step may compute however long its decodes take."""
-    num_short = -(-queue.num_short_tokens // _SHORT_STEPS)
-    num_any = -(-queue.num_tokens // _LONG_STEPS)
-    return max(_MIN_TOKENS, num_short, num_any)
+    """Return how many tokens of prompts a step may compute however long its decodes take.
+
+    Short prompts are computed at once: with a twelfth of them in a step, eight streams in a closed
+    loop had 0.43 of the p99 gap, and 0.87 of the throughput.
+    """
+    share = -(-queue.num_tokens // _LONG_STEPS)
+    return max(_MIN_TOKENS, queue.num_short_tokens, share)
 
 
 class StepPacer:

@@ -4,8 +4,6 @@ A decoding sequence gains one token in every step, so the step at which it reach
 known when it starts. It is filed under that, and not looked at before.
 """
 
-from collections.abc import Iterable
-
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.sequence import Sequence
@@ -25,10 +23,6 @@ class StepWheel:
         """Take `seq` out from under `step`, if it is there."""
         if (due := self._due.get(step)) is not None:
             due.pop(seq.seq_id, None)
-
-    def due(self, step: StepId) -> Iterable[Sequence]:
-        """Return what is filed under `step`; it stays filed."""
-        return self._due.get(step, {}).values()
 
     def num_due(self, step: StepId) -> int:
         """Return how many are filed under `step`."""
