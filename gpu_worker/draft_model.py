@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.executor import Decoder
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_drafter import ModelDrafter
+from gpu_worker.model_runner import Decoder
 from gpu_worker.model_source import open_model
 from gpu_worker.step import Limits
 

@@ -1,38 +1,35 @@
-"""Executes steps on one device: rows, inputs, forward pass, sampling, results.
+"""Executes steps on one device: rows, moves of blocks, what the model computes, results.
 
 A step is launched and collected. On CUDA the next one may be launched in between: launching waits
 for nothing, and a decode's input token goes from the sampler to the next step on the device. On CPU
 a launched step is done. One thread calls everything here.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
-import structlog
 import torch
 
 from gpu_worker import metrics
-from gpu_worker.attention import AttentionMetadata
 from gpu_worker.block_labels import BlockLabels
+from gpu_worker.block_moves import BlockMoves, Pool
 from gpu_worker.busy_clock import BusyClock
 from gpu_worker.cuda_chunks import VirtualMemoryError
-from gpu_worker.disk_pool import NO_ENDS, DiskEnds, DiskPool
+from gpu_worker.disk_pool import DiskPool
 from gpu_worker.drafter import Drafter
 from gpu_worker.elastic_memory import OutOfMemoryError
-from gpu_worker.graphs import DecodeGraphs, GraphBackend
+from gpu_worker.graphs import GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
-from gpu_worker.input_batch import build_input_batch
+from gpu_worker.model_runner import Decoder, ModelRunner
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
-from gpu_worker.prompt_logprobs import PromptScores, score_prompts
+from gpu_worker.prompt_logprobs import PromptScores
 from gpu_worker.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.rows import Rows, ScheduledRows
-from gpu_worker.sampler import Sampled, Sampler
+from gpu_worker.sampler import Sampler
 from gpu_worker.sequence_spans import SequenceSpans
 from gpu_worker.speculation import Speculation
 from gpu_worker.step import (
@@ -43,39 +40,10 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
-from gpu_worker.step_parts import TokenLimit, halves, merged
+from gpu_worker.step_parts import merged
 from gpu_worker.structured_output import StructuredOutput
-from gpu_worker.upload import upload
 from rpc import timeline
 from rpc.errors import FailedPreconditionError
-
-_log = structlog.get_logger()
-
-
-class Decoder(Protocol):
-    """A model, as `model_source.open_model` leads to it."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        pool: Any,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """`[T, hidden]`; stores the tokens' K and V in the pool."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, vocab] of `[S, hidden]`."""
-
-
-class Pool(Protocol):
-    """The KV memory: what the executor itself does with it."""
-
-    def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks, int64[N] each; all reads happen before the writes."""
-
-    def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,36 +98,35 @@ class Executor:
         They are what swaps, what stores and loads, what masks by grammars, the other devices of
         the model, whose executors are called alike, and what guesses, on one device alone.
         """
-        self._model = model
         self._pool = pool
-        self._host_pool = host_pool
-        self._disk_pool = disk_pool
         self._limits = limits
         self._device = device
         self._spans = spans or SequenceSpans()
         self.rows = Rows(limits, has_guesses=drafter is not None)
         self.labels = BlockLabels(limits)
         self._structured = structured
-        self._ranks = ranks
+        self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
         )
-        self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
-        self._graphs: DecodeGraphs | None = None
+        self._model_runner = ModelRunner(
+            model,
+            pool,
+            self.rows,
+            self._sampler,
+            limits,
+            device,
+            takes_parts=ranks is None,
+            is_all_known=drafter is not None,
+        )
         self._busy = BusyClock(device)
-        self._token_limit = TokenLimit()
 
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Let steps of decodes alone replay graphs from now on; called before the first step.
-
-        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
-        """
-        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
-        graphs.capture(backend, report)
-        self._graphs = graphs
+        """As `ModelRunner.capture_graphs`."""
+        self._model_runner.capture_graphs(backend, report)
 
     @property
     def max_in_flight(self) -> int:
@@ -179,9 +146,7 @@ class Executor:
         Returns:
             What there was.
         """
-        if self._disk_pool is not None:
-            self._disk_pool.synchronize()
-            self._end_disk_moves(self._disk_pool.take_ended(sys.maxsize))
+        self._moves.finish()
         holdings = self.labels.holdings(self.rows)
         self._forget_sequences()
         return holdings
@@ -192,9 +157,7 @@ class Executor:
         self.labels.clear()
 
     def _forget_sequences(self) -> None:
-        if self._disk_pool is not None:
-            self._disk_pool.drain()
-        self.labels.forget_disk_moves()
+        self._moves.forget()
         self._spans.clear(time.time())
         self._sampler.release(range(self._limits.max_num_seqs))
         self.rows.clear()
@@ -223,15 +186,14 @@ class Executor:
 
     def close(self) -> None:
         """End what runs besides the calling thread; nothing may be called afterwards."""
-        if self._disk_pool is not None:
-            self._disk_pool.close()
+        self._moves.close()
         if self._structured is not None:
             self._structured.close()
 
     @property
     def host_pool(self) -> HostPool | None:
         """The host tier; None: there is none."""
-        return self._host_pool
+        return self._moves.host_pool
 
     def step(self, step: StepInput) -> StepOutput:
         """Launch a step and collect it."""
@@ -254,24 +216,16 @@ class Executor:
         self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
         self._busy.begin()
         with timeline.span("move blocks"):
-            failed_swap_ins = self._swap(step)
-            self.labels.fail_swap_ins(step, failed_swap_ins)
-            if len(step.copy_src_block_ids):
-                blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
-                src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
-                self._pool.copy(src, dst)
+            failed_swap_ins = self._moves.start(step)
         readback: Readback | None = None
         prompt_scores: tuple[PromptScores, ...] = ()
         if len(scheduled.rows):
-            sampled, prompt_scores = self._compute(scheduled)
-            self._token_limit.note_step()
+            sampled, prompt_scores = self._model_runner.run(scheduled)
             if sampled:
                 readback = Readback(merged(sampled))
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
         self._busy.end()
-        disk_pool = None
-        if self._disk_pool is not None and not len(scheduled.rows):
-            disk_pool = self._disk_pool
+        disk_pool = None if len(scheduled.rows) else self._moves.disk_pool
         return LaunchedStep(
             step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
@@ -313,10 +267,7 @@ class Executor:
             self.labels.distrust(
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
-        disk = NO_ENDS
-        if self._disk_pool is not None:
-            disk = self._disk_pool.take_ended(launched.step_id)
-            self._end_disk_moves(disk)
+        disk = self._moves.take_ended(launched.step_id)
         return StepOutput(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
@@ -337,38 +288,6 @@ class Executor:
             execute_s=execute_s,
         )
 
-    def _end_disk_moves(self, ends: DiskEnds) -> None:
-        if self._host_pool is not None:
-            self._host_pool.accept(ends.loaded)
-        self.labels.end_stores(ends.stored, ends.failed_stores)
-        self.labels.end_loads(ends.loaded, ends.failed_loads)
-
-    def _swap(self, step: StepInput) -> Int32Array:
-        """Start the moves between device and host; int32[F]: device blocks for which they fail."""
-        if self._host_pool is None:
-            return step.swap_in_dst_block_ids  # none: there are no host blocks to name
-        self._host_pool.begin_step()
-        if self._disk_pool is not None:
-            self._move_to_and_from_disk(step, self._host_pool, self._disk_pool)
-        if len(step.swap_out_src_block_ids):
-            self._host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
-        dst = step.swap_in_dst_block_ids
-        failed = self._host_pool.swap_in(step.swap_in_src_block_ids, dst)
-        if self._ranks is None or not self._host_pool.has_checksums or not len(dst):
-            return failed
-        failed_anywhere: Int32Array = dst[self._ranks.any_has(np.isin(dst, failed))]
-        return failed_anywhere
-
-    def _move_to_and_from_disk(
-        self, step: StepInput, host_pool: HostPool, disk_pool: DiskPool
-    ) -> None:
-        """Start the moves between host and disk, before this step's swaps touch the host."""
-        if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
-            return
-        host_pool.synchronize()  # a GPU may still copy to or from these host blocks
-        disk_pool.store(step.disk_store_src_block_ids, step.disk_store_dst_block_ids, step.step_id)
-        disk_pool.load(step.disk_load_src_block_ids, step.disk_load_dst_block_ids, step.step_id)
-
     def _change_sequences(self, step: StepInput) -> None:
         """Tell the sampler and the spans which sequences went and came."""
         released = step.released_rows.tolist()
@@ -379,90 +298,6 @@ class Executor:
             self._spans.opened(step.new_rows, time.time())
         for new in step.new_rows:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
-
-    def _compute(
-        self, scheduled: ScheduledRows
-    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        """Compute and sample; in parts, one after another, if the device has no memory for all."""
-        is_replayed = self._graphs is not None and self._graphs.takes(scheduled)
-        if is_replayed or self._token_limit.allows(scheduled.num_tokens):
-            try:
-                return self._compute_at_once(scheduled)
-            except torch.OutOfMemoryError as error:
-                # Ranks meet in a step: they would have to cut it alike.
-                if self._ranks is not None or halves(scheduled) is None:
-                    raise
-                _log.warning(
-                    "no memory for a step: computing it in parts",
-                    num_tokens=scheduled.num_tokens,
-                    error=str(error),
-                )
-            metrics.OUT_OF_MEMORY.inc()
-            self._token_limit.shrink(scheduled.num_tokens)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-        if (parts := halves(scheduled)) is None:
-            return self._compute_at_once(scheduled)
-        sampled: list[Sampled] = []
-        scores: list[PromptScores] = []
-        for part in parts:
-            part_sampled, part_scores = self._compute(part)
-            sampled += part_sampled
-            scores += part_scores
-        return tuple(sampled), tuple(scores)
-
-    def _compute_at_once(
-        self, scheduled: ScheduledRows
-    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        prompt_scores = None
-        if self._graphs is not None and self._graphs.takes(scheduled):
-            with timeline.span("replay"):
-                hidden, sampling_rows = self._graphs.replay(self.rows, scheduled)
-        else:
-            hidden, sampling_rows, prompt_scores = self._forward(scheduled)
-        scores = () if prompt_scores is None else (prompt_scores,)
-        if not len(scheduled.sampling):
-            return (), scores
-        return (self._sample(hidden, sampling_rows, scheduled),), scores
-
-    def _forward(
-        self, scheduled: ScheduledRows
-    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
-        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
-        with timeline.span("gather the inputs"):
-            batch = build_input_batch(
-                self.rows,
-                scheduled,
-                self._last_token_ids,
-                self._limits.block_size,
-                is_all_known=self._speculation is not None,
-            )
-        with timeline.span("forward"):
-            hidden = self._model.forward(
-                batch.token_ids, batch.positions, self._pool, batch.metadata
-            )
-        prompt_scores = None
-        if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
-            prompt_scores = score_prompts(
-                hidden, self.rows, scheduled, self._sampler.table, self._model.logits
-            )
-        if batch.logits_indices is not None:
-            hidden = hidden.index_select(0, batch.logits_indices)
-        return hidden, batch.sampling_rows, prompt_scores
-
-    def _sample(
-        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
-    ) -> Sampled:
-        """Draw a token for each row that samples; the next step finds it on the device."""
-        rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
-        num_outputs = positions - self.rows.num_prompt[rows]
-        with timeline.span("logits"):
-            logits = self._model.logits(hidden)
-        with timeline.span("sample"):
-            sampled = self._sampler.sample(logits, rows, positions, num_outputs)
-        if self._speculation is None:
-            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
-        return sampled
 
 
 def _of_sampled(

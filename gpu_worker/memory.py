@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpu_worker.executor import Decoder, Executor
+from gpu_worker.executor import Executor
 from gpu_worker.graphs import DecodeGraphs
 from gpu_worker.host_pool import STAGING_BYTES
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_runner import Decoder
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Limits, NewRow, StepInput

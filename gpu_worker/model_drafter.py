@@ -19,9 +19,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from gpu_worker.block_moves import Pool
 from gpu_worker.drafter import Guesses
-from gpu_worker.executor import Decoder, Pool
 from gpu_worker.input_batch import InputBatch, build_input_batch
+from gpu_worker.model_runner import Decoder
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampler
 from gpu_worker.step import BoolArray, Int64Array, Limits, StepInput

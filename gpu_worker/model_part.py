@@ -13,13 +13,14 @@ from gpu_worker.cuda_graphs import CudaGraphs
 from gpu_worker.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafter import Drafter
-from gpu_worker.executor import Decoder, Executor
+from gpu_worker.executor import Executor
 from gpu_worker.graphs import GraphBackend
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.lower_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_runner import Decoder
 from gpu_worker.model_source import open_model
 from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.ngram_drafter import NgramDrafter

@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from gpu_worker.executor import Decoder
 from gpu_worker.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.model_config import ModelConfig, read_architecture
+from gpu_worker.model_runner import Decoder
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
     LLAMA_ARCHITECTURES,

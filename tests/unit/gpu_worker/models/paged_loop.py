@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from gpu_worker.attention import AttentionMetadata
-from gpu_worker.executor import Decoder
 from gpu_worker.kv_layout import kv_dtypes
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_runner import Decoder
 from gpu_worker.model_source import open_model
 from kernels import PAD_SLOT
 

@@ -1,0 +1,172 @@
+"""Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+import torch
+
+from gpu_worker import metrics
+from gpu_worker.attention import AttentionMetadata
+from gpu_worker.graphs import DecodeGraphs, GraphBackend
+from gpu_worker.input_batch import build_input_batch
+from gpu_worker.parallel.shared_sampling import Sampling
+from gpu_worker.prompt_logprobs import PromptScores, score_prompts
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.sampler import Sampled
+from gpu_worker.step import Limits
+from gpu_worker.step_parts import TokenLimit, halves
+from rpc import timeline
+
+_log = structlog.get_logger()
+
+
+class Decoder(Protocol):
+    """A model, as `model_source.open_model` leads to it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """`[T, hidden]`; stores the tokens' K and V in the pool."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[S, vocab] of `[S, hidden]`."""
+
+
+class ModelRunner:
+    """A model over a pool. One thread calls everything here, in `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Any,
+        rows: Rows,
+        sampler: Sampling,
+        limits: Limits,
+        device: torch.device,
+        *,
+        takes_parts: bool,
+        is_all_known: bool,
+    ) -> None:
+        """`takes_parts` is False if other devices of the model would have to cut a step alike.
+
+        `is_all_known` says whether the rows have the values of all tokens before a step begins.
+        """
+        self._model = model
+        self._pool = pool
+        self._rows = rows
+        self._sampler = sampler
+        self._limits = limits
+        self._device = device
+        self._takes_parts = takes_parts
+        self._is_all_known = is_all_known
+        self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+        self._token_limit = TokenLimit()
+
+    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Let steps of decodes alone replay graphs from now on; called before the first step.
+
+        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
+        """
+        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs.capture(backend, report)
+        self._graphs = graphs
+
+    def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """Compute a step's tokens, draw for those that sample, and score what prompts want scored.
+
+        Returns:
+            What each part of the step has drawn, none if it samples nothing, and its scores. On a
+            GPU neither is there yet.
+        """
+        results = self._run(scheduled)
+        self._token_limit.note_step()
+        return results
+
+    def _run(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """As `run`; in parts, one after another, if the device has no memory for all at once."""
+        is_replayed = self._graphs is not None and self._graphs.takes(scheduled)
+        if is_replayed or self._token_limit.allows(scheduled.num_tokens):
+            try:
+                return self._run_at_once(scheduled)
+            except torch.OutOfMemoryError as error:
+                if not self._takes_parts or halves(scheduled) is None:
+                    raise
+                _log.warning(
+                    "no memory for a step: computing it in parts",
+                    num_tokens=scheduled.num_tokens,
+                    error=str(error),
+                )
+            metrics.OUT_OF_MEMORY.inc()
+            self._token_limit.shrink(scheduled.num_tokens)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if (parts := halves(scheduled)) is None:
+            return self._run_at_once(scheduled)
+        sampled: list[Sampled] = []
+        scores: list[PromptScores] = []
+        for part in parts:
+            part_sampled, part_scores = self._run(part)
+            sampled += part_sampled
+            scores += part_scores
+        return tuple(sampled), tuple(scores)
+
+    def _run_at_once(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        prompt_scores = None
+        if self._graphs is not None and self._graphs.takes(scheduled):
+            with timeline.span("replay"):
+                hidden, sampling_rows = self._graphs.replay(self._rows, scheduled)
+        else:
+            hidden, sampling_rows, prompt_scores = self._forward(scheduled)
+        scores = () if prompt_scores is None else (prompt_scores,)
+        if not len(scheduled.sampling):
+            return (), scores
+        return (self._sample(hidden, sampling_rows, scheduled),), scores
+
+    def _forward(
+        self, scheduled: ScheduledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
+        with timeline.span("gather the inputs"):
+            batch = build_input_batch(
+                self._rows,
+                scheduled,
+                self._last_token_ids,
+                self._limits.block_size,
+                is_all_known=self._is_all_known,
+            )
+        with timeline.span("forward"):
+            hidden = self._model.forward(
+                batch.token_ids, batch.positions, self._pool, batch.metadata
+            )
+        prompt_scores = None
+        if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
+            prompt_scores = score_prompts(
+                hidden, self._rows, scheduled, self._sampler.table, self._model.logits
+            )
+        if batch.logits_indices is not None:
+            hidden = hidden.index_select(0, batch.logits_indices)
+        return hidden, batch.sampling_rows, prompt_scores
+
+    def _sample(
+        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
+    ) -> Sampled:
+        """Draw a token for each row that samples; the next step finds it on the device."""
+        rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
+        num_outputs = positions - self._rows.num_prompt[rows]
+        with timeline.span("logits"):
+            logits = self._model.logits(hidden)
+        with timeline.span("sample"):
+            sampled = self._sampler.sample(logits, rows, positions, num_outputs)
+        if not self._is_all_known:
+            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
+        return sampled
