@@ -78,13 +78,21 @@ async def test_scores_are_those_of_transformers(
     worker: list[str], prompts, model_dirs: ModelDirs, run_dir: Callable[[], Path]
 ):
     directory = model_dirs.get("llama")
+    references = [expected(directory, prompt) for prompt in prompts]
     with Service(run_dir(), directory, worker=["--dtype=float32", *worker]) as service:
-        results = await generate(service, prompts, max_tokens=40)
-        results += await generate(service, prompts[-2:], max_tokens=2)
-        if "--num-blocks=14" in worker:
-            assert service.metrics(service.scheduler)["quire_num_preemptions_total"] > 0
-    for (scores, _), prompt in zip(results, prompts + prompts[-2:], strict=True):
-        check(scores, prompt, expected(directory, prompt))
+
+        def preemptions() -> float:
+            return service.metrics(service.scheduler)["quire_num_preemptions_total"]
+
+        is_tight, has_run = "--num-blocks=14" in worker, False
+        while not has_run or (is_tight and not preemptions()):  # do they meet there at all?
+            results = await generate(service, prompts, max_tokens=40)
+            results += await generate(service, prompts[-2:], max_tokens=2)
+            for (scores, _), prompt, reference in zip(
+                results, prompts + prompts[-2:], references + references[-2:], strict=True
+            ):
+                check(scores, prompt, reference)
+            has_run = True
 
 
 def test_an_echoed_prompt_comes_with_its_scores(service: Service):

@@ -62,9 +62,8 @@ async def test_sequences_leave_a_worker_that_hangs_on(folder, worker, connect, m
         workers = [worker.target, other.target]
         placement = {"placement": "round-robin"}
         async with running_scheduler(folder, workers, **placement) as scheduler:
-            while f"without {other.target}" in (await get(scheduler, "/ready"))[1]["status"]:
-                pass
             router = await connect(scheduler.target)
+            await router.wait_for_load(lambda load: load.num_workers == 2)
             for each in (worker, other):
                 each.pause()
             for key in (1, 2):
