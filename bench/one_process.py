@@ -38,7 +38,7 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.step_pacer import Pace, StepPacer
 from scheduler_svc.wire.worker import plan_to_proto, result_from_proto
 
 _EPOCH = 1
@@ -62,9 +62,13 @@ class OneProcess:
                 max_num_seqs=info.limits.max_num_seqs,
                 max_num_batched_tokens=info.limits.max_num_batched_tokens,
                 max_model_len=info.limits.max_model_len,
+                num_saturating_tokens=info.limits.num_saturating_tokens or None,
             )
         )
-        self._pacer = StepPacer(SchedulerSettings().max_decode_slowdown)
+        self._pacer = StepPacer(
+            Pace(SchedulerSettings().max_decode_slowdown, SchedulerSettings().max_prompt_step_s),
+            self._core.config,
+        )
         self._seq_keys = count()
 
     async def output_tok_s(self, workload: Workload, concurrency: int) -> float:
@@ -109,7 +113,7 @@ class OneProcess:
 
     def _schedule(self) -> StepPlan | None:
         bound = self._pacer.max_paced_tokens(read_prompts(self._core))
-        return self._core.schedule(time.monotonic(), bound)
+        return self._core.schedule(time.monotonic(), bound, self._pacer.max_prompt_tokens)
 
     def _submit(self, requests: Iterator[Request]) -> None:
         for request in requests:

@@ -4,11 +4,11 @@
 
 The scheduler's core and its pacer are real, two steps in flight; what a step takes is lines through
 what a 125M Llama takes on two cores: a part of its own, one for each sequence that decodes, and one
-for each prompt token, but little for the first few beside decodes. Each load meets three policies:
-the default; prompts as fast as they can be computed (--max-decode-slowdown inf); and steps of up to
-2,048 tokens that are filled with prompts, first come, first served, as vLLM's are. The same numbers
-come out on any machine, however busy: it is for choosing a policy, and says nothing about how fast
-the service is.
+for each prompt token, but little for the first few beside decodes. Each load meets four policies:
+the default; the same with steps of 512 tokens; prompts as fast as they can be computed
+(--max-decode-slowdown inf); and steps that are filled with prompts, first come, first served, as
+vLLM's are. The same numbers come out on any machine, however busy: it is for choosing a policy, and
+says nothing about how fast the service is.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.simulated_worker import Draw, SimulatedWorker
-from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.step_pacer import Pace, StepPacer
 
 _STEP_S, _DECODE_S, _TOKEN_S = 8e-3, 0.8e-3, 0.55e-3
 _SPARE_ROWS, _SPARE_TOKEN_S = 12, 0.1e-3
@@ -41,10 +41,12 @@ _CONFIG = SchedulerConfig(
     num_blocks=8192,
     block_size=16,
     max_num_seqs=64,
-    max_num_batched_tokens=512,
+    max_num_batched_tokens=2048,
     max_model_len=4096,
+    num_saturating_tokens=512,
     enable_prefix_caching=False,
 )
+_DEFAULT = Pace(max_decode_slowdown=1.4, max_prompt_step_s=1.5)
 
 Lengths = Callable[[np.random.Generator], int]
 
@@ -54,7 +56,7 @@ class Policy:
     """How prompts are computed."""
 
     name: str
-    max_slowdown: float = math.inf
+    pace: Pace
     config: SchedulerConfig = _CONFIG
 
 
@@ -80,12 +82,10 @@ def _chat_output(draw: np.random.Generator) -> int:
 
 
 POLICIES = (
-    Policy("paced", max_slowdown=1.4),
-    Policy("at once"),
-    Policy(
-        "2,048 a step",
-        config=replace(_CONFIG, max_num_batched_tokens=2048, long_prefill_threshold=0),
-    ),
+    Policy("paced", _DEFAULT),
+    Policy("512 a step", _DEFAULT, replace(_CONFIG, max_num_batched_tokens=512)),
+    Policy("at once", replace(_DEFAULT, max_decode_slowdown=math.inf)),
+    Policy("none is long", Pace(), replace(_CONFIG, long_prefill_threshold=0)),
 )
 LOADS = (
     Load("8 clients, 4 each", 32, num_clients=8),
@@ -128,7 +128,7 @@ class _Simulation:
         self._load = load
         self._draw = np.random.default_rng(seed)
         self._core = Replica(policy.config)
-        self._pacer = StepPacer(policy.max_slowdown)
+        self._pacer = StepPacer(policy.pace, policy.config)
         self._worker = SimulatedWorker(lambda _: Draw(0))
         self._coming: list[tuple[float, int]] = []
         """Requests on their way, as a heap: when they are there, and which."""
@@ -186,7 +186,7 @@ class _Simulation:
     def _plan(self, now: float) -> None:
         while True:
             bound = self._pacer.max_paced_tokens(read_prompts(self._core))
-            if (plan := self._core.schedule(now, bound)) is None:
+            if (plan := self._core.schedule(now, bound, self._pacer.max_prompt_tokens)) is None:
                 return
             self._pacer.sent(plan)
             execute_s = self._seconds(plan)

@@ -42,6 +42,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
+        num_saturating_tokens=limits.num_saturating_tokens,
     )
 
 

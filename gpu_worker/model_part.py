@@ -33,6 +33,9 @@ from gpu_worker.step import Limits
 from gpu_worker.structured_output import StructuredOutput
 
 _GIB = 1024**3
+_DEFAULT_TOKENS = 2048
+"""Of one step."""
+_CPU_SATURATING_TOKENS = 512
 
 _log = structlog.get_logger()
 
@@ -262,8 +265,9 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
     """The limits but for `num_blocks`, which is what they leave room for.
 
     A CPU is busy with the weights of a 125M model up to some 64 rows; more would only slow each
-    other down. Its 512 tokens, and a GPU's 2048, keep the decodes beside a chunk waiting for tenths
-    of a second at most, and are enough to be bound by arithmetic.
+    other down. Prompts have 2048 tokens of a step together, so that short ones that come together
+    begin to decode together; where that many take long, the scheduler sends fewer. A CPU is bound
+    by arithmetic with 512.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len
@@ -272,16 +276,17 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
             f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
             f"{config.max_model_len}"
         )
-    default_tokens = 2048 if is_gpu else 512
     # The one that is set bounds the default of the other.
     max_num_seqs = settings.max_num_seqs or min(
-        256 if is_gpu else 64, settings.max_num_batched_tokens or default_tokens
+        256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
     )
+    max_num_batched_tokens = settings.max_num_batched_tokens or max(_DEFAULT_TOKENS, max_num_seqs)
     return Limits(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        max_num_batched_tokens=(
-            settings.max_num_batched_tokens or max(default_tokens, max_num_seqs)
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_saturating_tokens=(
+            0 if is_gpu else min(_CPU_SATURATING_TOKENS, max_num_batched_tokens)
         ),
         num_blocks=0,
         block_size=settings.block_size,

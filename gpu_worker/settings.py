@@ -48,7 +48,8 @@ class WorkerSettings(ProcessSettings):
     max_num_seqs: PositiveInt | None = None
     """Most sequences that run at once; unset: 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens of one step; unset: 2048 on a GPU, 512 on a CPU, or max-num-seqs if more."""
+    """Most tokens of one step, whatever the scheduler finds time for; unset: 2048, or max-num-seqs
+    if more."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt | None = None

@@ -32,6 +32,7 @@ from scheduler_svc.server import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.side_tasks import SideTasks
 from scheduler_svc.space_metrics import SpaceCollector
+from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerClientConfig, attach
 from scheduler_svc.worker_drain import drain_worker
@@ -111,7 +112,7 @@ async def _run_scheduler(
             streams=streams,
             spans=spans,
             metrics=metrics.of(target),
-            max_decode_slowdown=settings.max_decode_slowdown,
+            pace=Pace(settings.max_decode_slowdown, settings.max_prompt_step_s),
         )
 
     registry.register(LoadCollector(roster.loads))
@@ -170,6 +171,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.model.max_model_len,
+        num_saturating_tokens=info.num_saturating_tokens,
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=info.min_num_blocks,

@@ -77,10 +77,11 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`core.schedule(now, max_paced_tokens)`."""
+    """`core.schedule(now, max_paced_tokens, max_prompt_tokens)`."""
 
     now: float
     max_paced_tokens: int | None = None
+    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

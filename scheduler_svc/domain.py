@@ -33,6 +33,8 @@ class WorkerInfo:
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
+    num_saturating_tokens: int | None = None
+    """How many prompt tokens keep its device busy; None: `max_num_batched_tokens`."""
     block_bytes: int = 0
     num_host_blocks: int = 0
     swap_bytes_per_s: float = 0.0

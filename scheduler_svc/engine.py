@@ -14,6 +14,7 @@ from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
+from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.worker_client import WorkerLink
 
@@ -65,7 +66,7 @@ class Engine:
         streams: RouterStreams,
         spans: SequenceSpans,
         metrics: EngineMetrics,
-        max_decode_slowdown: float,
+        pace: Pace,
     ) -> None:
         self.target = target
         self.session: Session | None = None
@@ -78,7 +79,7 @@ class Engine:
         self._streams = streams
         self._spans = spans
         self._metrics = metrics
-        self._max_decode_slowdown = max_decode_slowdown
+        self._pace = pace
         self._last_step_id = 0
 
     async def run(self) -> None:
@@ -128,7 +129,7 @@ class Engine:
             streams=self._streams,
             spans=self._spans,
             metrics=self._metrics,
-            max_decode_slowdown=self._max_decode_slowdown,
+            pace=self._pace,
         )
         self._begin(session, link.info, len(core.unclaimed))
         told = asyncio.create_task(self._tell_draining(session))

@@ -8,7 +8,7 @@ again. Instead the worker is simulated, under these assumptions:
 - A sequence says, token by token, what it said; it ends by a stop token or its length where it did.
   One that did not end by itself, but was cancelled, failed, or still ran when the recording
   stopped, is cancelled when it has as many tokens as it had; if that is none, when it was.
-- Beside decodes prompts are paced as they are by `step_pacer`, by what was last known of the steps.
+- Prompts are paced as they are by `step_pacer`, by what was last known of the steps.
 - A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
   between device and host at the bandwidth that the worker had measured. Nothing fails.
 
@@ -177,6 +177,8 @@ class _Recording:
         self.now = 0.0
         self.tokens_in_time: int | None = None
         """The last bound that the recorder had for the decodes' sake; None: it had none."""
+        self.max_prompt_tokens: int | None = None
+        """The last bound that it had for the length of a step."""
         self._answered: deque[News] = deque()
 
     def add(self, entry: Entry) -> None:
@@ -208,7 +210,8 @@ class _Recording:
                 if bound is not None:
                     is_for_decodes = bound > least_tokens(read_prompts(self.core))
                     self.tokens_in_time = bound if is_for_decodes else self.tokens_in_time or 0
-                plan = self.core.schedule(now, bound)
+                self.max_prompt_tokens = entry.call.max_prompt_tokens
+                plan = self.core.schedule(now, bound, self.max_prompt_tokens)
                 self.run.end(self.core.take_expired(), now)
                 self.core.take_reports()
                 if plan is not None:
@@ -319,7 +322,8 @@ class _Simulation:
         self._run.end(self._core.cancel(SourceId(name.source), [name.seq_key]), now)
 
     def _plan(self, now: float) -> None:
-        while (plan := self._core.schedule(now, self._max_paced_tokens())) is not None:
+        most = self._recording.max_prompt_tokens
+        while (plan := self._core.schedule(now, self._max_paced_tokens(), most)) is not None:
             self._remember_names(plan)
             outcome = self._worker.execute(plan)
             self._free_at = max(now, self._free_at) + self._step_times.seconds(

@@ -96,10 +96,16 @@ class RecordingScheduler(Successor):
         """See `Scheduler`."""
         self._recorded(Resize(num_blocks), super().resize, num_blocks)
 
-    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
+    def schedule(
+        self,
+        now: float,
+        max_paced_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> StepPlan | None:
         """See `Scheduler`."""
-        call = Schedule(now, max_paced_tokens)
-        return self._recorded(call, super().schedule, now, max_paced_tokens)
+        call = Schedule(now, max_paced_tokens, max_prompt_tokens)
+        bounds = (max_paced_tokens, max_prompt_tokens)
+        return self._recorded(call, super().schedule, now, *bounds)
 
     def update(self, outcome: StepOutcome) -> News:
         """See `Scheduler`."""

@@ -202,8 +202,8 @@ class _Replayer:
                 self._core.shrink(num_blocks)
             case Resize(num_blocks):
                 self._core.resize(num_blocks)
-            case Schedule(now, max_paced_tokens):
-                plan = self._core.schedule(now, max_paced_tokens)
+            case Schedule(now, max_paced_tokens, max_prompt_tokens):
+                plan = self._core.schedule(now, max_paced_tokens, max_prompt_tokens)
                 self._hear_finished(self._core.take_expired())
                 self._core.take_reports()
                 return plan

@@ -39,6 +39,7 @@ from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_observer import StepObserver
+from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
 from scheduler_svc.wire.router import (
     finished_to_proto,
@@ -64,16 +65,12 @@ class Session:
         streams: RouterStreams,
         spans: SequenceSpans,
         metrics: EngineMetrics,
-        max_decode_slowdown: float,
+        pace: Pace,
     ) -> None:
         """`wake` is the one that `link` sets."""
         self.has_progressed = False
         """Whether the worker has answered a step."""
-        self.steps = StepObserver(
-            metrics,
-            max_num_batched_tokens=core.config.max_num_batched_tokens,
-            max_decode_slowdown=max_decode_slowdown,
-        )
+        self.steps = StepObserver(metrics, core.config, pace)
         """What it has done; for reading."""
         self._link = link
         self._core = core
@@ -300,8 +297,9 @@ class Session:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
             started = time.perf_counter()
             with timeline.span("schedule"):
-                max_paced = self.steps.pacer.max_paced_tokens(read_prompts(self._core))
-                plan = self._core.schedule(time.monotonic(), max_paced)
+                pacer, prompts = self.steps.pacer, read_prompts(self._core)
+                bounds = (pacer.max_paced_tokens(prompts), pacer.max_prompt_tokens)
+                plan = self._core.schedule(time.monotonic(), *bounds)
             if expired := self._core.take_expired():
                 self._streams.deliver(finished_to_proto(expired))
                 self._after(expired)

@@ -67,13 +67,19 @@ class SchedulerSettings(ProcessSettings):
     """Most prompt tokens of one sequence in one step; default: what the worker allows."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
-    ones overtake it. Default: half of the tokens that a step may have; 0: none is long."""
+    ones overtake it. Default: half of the tokens that keep the worker's device busy, 256 on a CPU
+    and 1024 on a GPU, or half of the tokens that a step may have if less; 0: none is long."""
     max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
     """How much longer a step may take for a part of a long prompt while others stream: the parts
     are made as short as that, or four tokens, unless prompts would queue up. More gives the long
     prompt's first token sooner, and longer gaps in the streams; inf: no bound."""
+    max_prompt_step_s: Annotated[float, Field(gt=0)] = 1.5
+    """How long a step may take for prompts, in seconds, whoever is beside them: meanwhile nothing
+    else starts, nothing streams and no cancellation takes effect. What there is time for is learned
+    from the steps; 128 tokens always go in one, because reading the weights takes as long as
+    computing some 16 of them, which in smaller steps would be much of the time. inf: no bound."""
     policy: str = "fcfs"
     """Who is served first: fcfs, priority, fair (between tenants), deadline, a combination such as
     priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""

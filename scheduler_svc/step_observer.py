@@ -2,23 +2,22 @@
 
 import time
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.load import Queues
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rate_meter import RateMeter
 from scheduler_svc.step_log import StepLog
-from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.step_pacer import Pace, StepPacer
 from scheduler_svc.worker_client import TimedResult
 
 
 class StepObserver:
     """Follows the steps as they are sent and answered, each in the same order."""
 
-    def __init__(
-        self, metrics: EngineMetrics, *, max_num_batched_tokens: int, max_decode_slowdown: float
-    ) -> None:
-        self.meter = RateMeter(max_num_batched_tokens)
-        self.pacer = StepPacer(max_decode_slowdown)
+    def __init__(self, metrics: EngineMetrics, config: SchedulerConfig, pace: Pace) -> None:
+        self.meter = RateMeter(config.busy_step_tokens)
+        self.pacer = StepPacer(pace, config)
         self.log = StepLog()
         self._metrics = metrics
 
@@ -33,7 +32,7 @@ class StepObserver:
         Returns:
             How long it took to plan and send, in seconds.
         """
-        self.meter.sent(plan)
+        self.meter.sent(plan, self.pacer.max_prompt_tokens)
         self.log.sent(plan, queues)
         self.pacer.sent(plan)
         took_s = time.perf_counter() - started_s

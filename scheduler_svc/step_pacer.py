@@ -1,6 +1,7 @@
 """Says how much of prompts a step may compute so that the others' tokens stay in time.
 
-And, by the same numbers, when a step takes so long that its worker must hang.
+And how much it may compute for nobody to wait too long, whoever is beside them. And, by the same
+numbers, when a step takes so long that its worker must hang.
 
 Both are learned from the steps that a worker does: how long one takes that only decodes, by how
 many sequences there are; how much longer each prompt token makes it, where there are many; and what
@@ -9,10 +10,13 @@ what there is time for, but not so little that a prompt mostly pays for that, no
 up.
 """
 
+import math
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rpc.silence import SILENT_AFTER_S
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.load import PromptQueue
 from scheduler_svc.core.plan import StepPlan
 
@@ -24,6 +28,8 @@ _MIN_TOKENS = 4
 """So many at least; on CPUs they come almost for free beside a few decodes."""
 _FEW_TOKENS = 64
 """More are many."""
+_WORTH_TOKENS = 128
+"""So many pay for the step: reading the weights takes as long as computing some 16 of them."""
 _MIN_SLOPE = 0.5
 """What one more token adds, as a share of what each of many does, at least; noise may say less."""
 _MAX_PAYING = 2.0
@@ -43,20 +49,49 @@ def least_tokens(queue: PromptQueue) -> int:
     return max(_MIN_TOKENS, queue.num_short_tokens, share)
 
 
-class StepPacer:
-    """Bounds a step that decodes to `max_slowdown` times what it takes without prompts."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much longer prompts may make steps; infinity: as much as they like."""
 
-    def __init__(self, max_slowdown: float) -> None:
-        self._max_slowdown = max_slowdown
+    max_decode_slowdown: float = math.inf
+    """Of a step that decodes: so many times what it takes without prompts."""
+    max_prompt_step_s: float = math.inf
+    """Of any step, in seconds."""
+
+
+class StepPacer:
+    """Bounds the prompts of the steps of one worker."""
+
+    def __init__(self, pace: Pace, config: SchedulerConfig) -> None:
+        self._pace = pace
+        self._max_tokens = config.max_num_batched_tokens
+        self._first_tokens = config.busy_step_tokens
+        """What a step may have of prompts before anybody knows how long that takes."""
         self._decode_s: dict[int, _Average] = {}
         """By the number of bits of how many sequences decode."""
         self._token_s = _Average()
         """What a prompt's token adds."""
+        self._prompt_token_s = _Fastest()
+        """What each token takes of a step that has many of prompts."""
         self._many = _Added()
         """What steps add that have many."""
         self._few = _Added()
         """What steps add that have a few and decode, too."""
         self._in_flight: deque[StepPlan] = deque()
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The most tokens of prompts that the next step may compute, decodes beside them or not.
+
+        None: as many as a step may have.
+        """
+        token_s = self._prompt_token_s.value or self._token_s.value
+        if token_s is None:
+            num_in_time = float(self._first_tokens)
+        else:
+            num_in_time = max(self._pace.max_prompt_step_s / token_s, _WORTH_TOKENS)
+        is_bound = num_in_time < self._max_tokens and self._pace.max_prompt_step_s < math.inf
+        return int(num_in_time) if is_bound else None
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
         """Return the most tokens of prompts that the next step may compute beside decodes.
@@ -64,7 +99,7 @@ class StepPacer:
         None: there is no bound, or nothing is known yet.
         """
         decode_s, token_s = self._decode_step_s(queue.num_decoding), self._token_s.value
-        if decode_s is None or token_s is None or self._max_slowdown == float("inf"):
+        if decode_s is None or token_s is None or self._pace.max_decode_slowdown == math.inf:
             return None
         fixed_s = 0.0
         if (few := self._few.means()) is not None:
@@ -73,7 +108,7 @@ class StepPacer:
                 slope = (many.seconds - few.seconds) / (many.num_tokens - few.num_tokens)
                 token_s = max(slope, _MIN_SLOPE * many.seconds / many.num_tokens)
             fixed_s = few.seconds - few.num_tokens * token_s  # less than 0, if the first are cheap
-        spare_s = (self._max_slowdown - 1) * decode_s
+        spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
         num_in_time = max(spare_s - fixed_s, min(_MAX_PAYING * spare_s, fixed_s)) / token_s
         return max(int(num_in_time), least_tokens(queue))
 
@@ -122,6 +157,9 @@ class StepPacer:
         self._token_s.add(added_s / num_prompt_tokens)
         if num_prompt_tokens > _FEW_TOKENS:
             self._many.add(num_prompt_tokens, added_s)
+            # A decode's token is as much arithmetic as a prompt's. What decodes take by themselves
+            # is not subtracted: where it is wrong, a step could become far too long.
+            self._prompt_token_s.add(execute_s / plan.num_scheduled_tokens)
         elif plan.num_decodes:
             self._few.add(num_prompt_tokens, added_s)
 
@@ -147,6 +185,19 @@ class _Average:
             return
         weight = max(_WEIGHT, 1 / self._num_seen)
         self.value += weight * (min(seen, _MAX_JUMP * self.value) - self.value)
+
+
+class _Fastest:
+    """Of what was seen lately: much makes a step slower, and nothing faster than it can be."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, seen: float) -> None:
+        if self.value is None or seen < self.value:
+            self.value = seen
+        else:
+            self.value += _WEIGHT * (min(seen, _MAX_JUMP * self.value) - self.value)
 
 
 class _Means(NamedTuple):

@@ -58,7 +58,13 @@ _WORKER: Final = (
     "ngram_max",
 )
 _ROUTER: Final = ("api_keys_file", "trace_sample_ratio")
-_SCHEDULER: Final = ("policy", "preemption_mode", "max_decode_slowdown", "eviction")
+_SCHEDULER: Final = (
+    "policy",
+    "preemption_mode",
+    "max_decode_slowdown",
+    "max_prompt_step_s",
+    "eviction",
+)
 
 _SIM_WORKERS: Final = (
     "max_model_len",

@@ -132,14 +132,16 @@ class RecordedResize(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class RecordedSchedule(_message.Message):
-    __slots__ = ("now", "plan", "max_paced_tokens")
+    __slots__ = ("now", "plan", "max_paced_tokens", "max_prompt_tokens")
     NOW_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     MAX_PACED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     now: float
     plan: RecordedPlan
     max_paced_tokens: int
-    def __init__(self, now: _Optional[float] = ..., plan: _Optional[_Union[RecordedPlan, _Mapping]] = ..., max_paced_tokens: _Optional[int] = ...) -> None: ...
+    max_prompt_tokens: int
+    def __init__(self, now: _Optional[float] = ..., plan: _Optional[_Union[RecordedPlan, _Mapping]] = ..., max_paced_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class RecordedPlan(_message.Message):
     __slots__ = ("step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "copy_src_block_ids", "copy_dst_block_ids", "chunk_rows", "chunk_lens", "num_decodes", "num_scheduled_tokens", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids", "renamed_src_block_ids", "renamed_dst_block_ids", "disk_store_src_block_ids", "disk_store_dst_block_ids", "disk_load_src_block_ids", "disk_load_dst_block_ids")

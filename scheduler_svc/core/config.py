@@ -31,6 +31,8 @@ class SchedulerConfig:
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
     """Most tokens of one sequence."""
+    num_saturating_tokens: int | None = None
+    """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
     num_draft_tokens: int = 0
     """Most tokens that the worker guesses and verifies for a sequence beside its next one, so that
     a step may bring it one more than that; less than `block_size`."""
@@ -78,8 +80,8 @@ class SchedulerConfig:
     not bounded: its room is needed at once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute is long: it leaves half of a step to others, and
-    others overtake it. 0: none is. None: half the token budget. What fits there is computed in one
-    step, and holds nobody up for longer."""
+    others overtake it. 0: none is. None: half of what keeps the device busy. What fits there is
+    computed in one step, and holds nobody up for longer."""
     max_long_prefills: int = 1
     """Most long sequences that compute their known tokens at the same time."""
     claim_s: float = 10.0
@@ -88,6 +90,11 @@ class SchedulerConfig:
     """The order of the sequences: what `policies.loading.make_policy` takes."""
     policy_args: tuple[tuple[str, str], ...] = ()
     """The policy's arguments, by name."""
+
+    @property
+    def busy_step_tokens(self) -> int:
+        """Tokens with which a step keeps the device busy."""
+        return self.num_saturating_tokens or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -123,10 +130,9 @@ class SchedulerConfig:
                 f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 0 and less"
                 f" than block_size, {self.block_size}"
             )
-        if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
-            raise ValueError(
-                f"max_prefill_chunk is {self.max_prefill_chunk}; it must be at least 1"
-            )
+        for name in ("max_prefill_chunk", "num_saturating_tokens"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it must be at least 1")
         for name in (
             "num_host_blocks",
             "bytes_per_block",

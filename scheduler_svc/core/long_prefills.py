@@ -11,7 +11,7 @@ class LongPrefillLimit:
 
     def __init__(self, config: SchedulerConfig) -> None:
         threshold = config.long_prefill_threshold
-        self.threshold = config.max_num_batched_tokens // 2 if threshold is None else threshold
+        self.threshold = config.busy_step_tokens // 2 if threshold is None else threshold
         """More tokens left to compute than this are long; 0: nothing is."""
         self._max_long_prefills = config.max_long_prefills
 

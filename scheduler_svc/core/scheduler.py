@@ -123,13 +123,19 @@ class Scheduler:
         """The rows for which the next outcome must have candidates, if they sample in it."""
         return self._beams.rows
 
-    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
+    def schedule(
+        self,
+        now: float,
+        max_paced_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> StepPlan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
         Args:
             now: The time, in the caller's seconds.
             max_paced_tokens: Most tokens of prompts that the step computes if sequences decode in
                 it, who feel each of them; None: no bound.
+            max_prompt_tokens: Most that it computes of prompts in any case; None: no bound.
 
         Returns:
             The plan, which must be executed; or None if there is nothing to do, or if only the
@@ -146,7 +152,8 @@ class Scheduler:
             return None
         num_decodes = self._running.num_decoding
         draft = PlanDraft(step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes)
-        draft.paced_budget = max_paced_tokens if num_decodes else None
+        bounds = (max_paced_tokens if num_decodes else None, max_prompt_tokens)
+        draft.paced_budget = min((bound for bound in bounds if bound is not None), default=None)
         self._running.grow_tables(draft)
         self._beams.advance(draft)
         for seq in self._running.prefilling:

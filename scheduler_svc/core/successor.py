@@ -110,15 +110,20 @@ class Successor(Replica):
             request = replace(request, outputs=(nothing,) * request.n)
         super().submit(request, now)
 
-    def schedule(self, now: float, max_paced_tokens: int | None = None) -> StepPlan | None:
+    def schedule(
+        self,
+        now: float,
+        max_paced_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> StepPlan | None:
         """See `Scheduler`; nobody waits for ever for what nobody claims."""
         if self._unclaimed and now >= self._claimable_until:
             for row in self.unclaimed:
                 self._let_go(row)
-        plan = super().schedule(now, max_paced_tokens)
+        plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
         while plan is None and self._unclaimed and self._waiting and not self._steps:
             self._let_go(self.unclaimed[-1])
-            plan = super().schedule(now, max_paced_tokens)
+            plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
         return plan
 
     # --- parts ----------------------------------------------------------------------------------

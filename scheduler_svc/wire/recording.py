@@ -77,10 +77,12 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
     """Make the payload of a call; `plan` and `raised` as `Entry` has them."""
     entry = recording_pb2.RecordingEntry(raised=raised)
     match call:
-        case Schedule(now, max_paced_tokens):
+        case Schedule(now, max_paced_tokens, max_prompt_tokens):
             entry.schedule.now = now
             if max_paced_tokens is not None:
                 entry.schedule.max_paced_tokens = max_paced_tokens
+            if max_prompt_tokens is not None:
+                entry.schedule.max_prompt_tokens = max_prompt_tokens
             if plan is not None:
                 entry.schedule.plan.CopyFrom(_plan_to_proto(plan))
         case Update(outcome):
@@ -223,8 +225,11 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
     match message.WhichOneof("call"):
         case "schedule":
             scheduled = message.schedule
-            is_paced = scheduled.HasField("max_paced_tokens")
-            call = Schedule(scheduled.now, scheduled.max_paced_tokens if is_paced else None)
+            call = Schedule(
+                scheduled.now,
+                scheduled.max_paced_tokens if scheduled.HasField("max_paced_tokens") else None,
+                scheduled.max_prompt_tokens if scheduled.HasField("max_prompt_tokens") else None,
+            )
             if message.schedule.HasField("plan"):
                 plan = _plan_from_proto(message.schedule.plan)
         case "update":

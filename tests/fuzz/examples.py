@@ -114,6 +114,7 @@ WORKER_INFOS = (
         ),
         max_num_seqs=64,
         max_num_batched_tokens=256,
+        num_saturating_tokens=64,
         num_blocks=256,
         block_size=4,
         block_bytes=64,

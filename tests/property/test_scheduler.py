@@ -157,10 +157,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pin_s=None,
             )
 
-    @rule()
-    def schedule(self):
+    @rule(
+        max_paced_tokens=st.none() | st.integers(1, 4),
+        max_prompt_tokens=st.none() | st.integers(1, 4),
+    )
+    def schedule(self, max_paced_tokens=None, max_prompt_tokens=None):
         in_flight = self.core.num_steps_in_flight
-        plan = self.core.schedule(self.now)
+        plan = self.core.schedule(self.now, max_paced_tokens, max_prompt_tokens)
         self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))

@@ -93,6 +93,7 @@ async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
     info = seen["info"]
     assert (info.model.id, info.model.vocab_size, info.model.max_model_len) == ("tiny", 500, 512)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (20, 16, 64)
+    assert (info.max_num_batched_tokens, info.num_saturating_tokens) == (2048, 512)
     assert info.block_bytes == block_bytes(open_model(model).config, 16, torch.float32)
     assert (info.device, info.dtype) == ("cpu", "float32")
 

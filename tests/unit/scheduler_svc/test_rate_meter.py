@@ -10,9 +10,9 @@ from scheduler_svc.rate_meter import RateMeter
 NOTHING = np.array([], np.int32)
 
 
-def measure(*steps) -> Rates:
-    """Of steps (prompt tokens, decodes, seconds), where a full one has 100 tokens."""
-    meter = RateMeter(max_num_batched_tokens=100)
+def measure(*steps, max_prompt_tokens=None) -> Rates:
+    """Of steps (prompt tokens, decodes, seconds), where 100 tokens keep the device busy."""
+    meter = RateMeter(busy_step_tokens=100)
     for num_prompt_tokens, num_decodes, _ in steps:
         meter.sent(
             StepPlan(
@@ -20,7 +20,8 @@ def measure(*steps) -> Rates:
                 *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
                 num_decodes,
                 num_decodes + num_prompt_tokens,
-            )
+            ),
+            max_prompt_tokens,
         )
     for *_, execute_s in steps:
         meter.answered(execute_s)
@@ -37,6 +38,11 @@ def test_a_full_step_tells_of_prompts_and_one_without_prompts_of_steps():
 
 def test_a_small_step_says_little_of_prompts():
     assert measure((8, 0, 0.02), (30, 19, 0.02)) == Rates(None, None)
+
+
+def test_a_step_that_has_all_that_there_is_time_for_tells_of_prompts():
+    assert measure((20, 0, 1.0), max_prompt_tokens=20) == Rates(20.0, None)
+    assert measure((19, 0, 1.0), max_prompt_tokens=20) == Rates(None, None)
 
 
 def test_the_best_counts_and_is_forgotten_slowly():

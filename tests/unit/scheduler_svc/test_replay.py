@@ -240,6 +240,26 @@ def test_a_plan_is_shown_in_full(recorded):
     ) in shown
 
 
+class DriverWithoutTime(Driver):
+    """A driver whose worker has time for a few tokens of prompts only."""
+
+    def schedule(self):
+        bounds = (self.dice.choice([None, 0, 1, 3]), self.dice.choice([None, 1, 2]))
+        if (plan := self.core.schedule(self.now, *bounds)) is not None:
+            self.plans.append(plan)
+            self.unanswered.append(self.worker.execute(plan))
+
+
+def test_a_run_in_which_prompts_are_bounded_replays_the_same(tmp_path):
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, CONFIG) as core:
+        driver = DriverWithoutTime(core, seed=3)
+        driver.run(400)
+    (path,) = tmp_path.iterdir()
+    result = replay_bytes(path.read_bytes())
+    assert result.difference is None, "\n".join(describe(result))
+    assert result.load == driver.core.load()
+
+
 class DriverOfMoves(Driver):
     """A driver who lets requests leave the core and come back to it."""
 

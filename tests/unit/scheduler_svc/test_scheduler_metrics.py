@@ -20,6 +20,7 @@ from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.placement import Placer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
+from scheduler_svc.step_pacer import Pace
 from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.space_watch import SpaceWatch
 
@@ -42,7 +43,7 @@ def make_session(spans):
         streams=RouterStreams(1000),
         spans=spans,
         metrics=SchedulerMetrics(CollectorRegistry()).of("w"),
-        max_decode_slowdown=1.5,
+        pace=Pace(),
     )
 
 

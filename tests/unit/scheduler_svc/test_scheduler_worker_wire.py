@@ -135,6 +135,18 @@ def test_worker_without_room_is_named(field):
         worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **(sizes | {field: 0})))
 
 
+def test_a_worker_may_say_how_many_tokens_keep_it_busy():
+    sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 8}
+    model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
+    message = worker_pb2.WorkerInfo(model=model, **sizes)
+    assert worker_info_from_proto(message).num_saturating_tokens is None
+    message.num_saturating_tokens = 8
+    assert worker_info_from_proto(message).num_saturating_tokens == 8
+    message.num_saturating_tokens = 9
+    with pytest.raises(InvalidArgumentError, match="num_saturating_tokens is 9"):
+        worker_info_from_proto(message)
+
+
 def test_worker_that_takes_kv_says_which_it_is():
     sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 1}
     model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)

@@ -1,13 +1,19 @@
 """How much of prompts a step may compute, and when it is late, from the steps before it."""
 
+import math
+
 import numpy as np
 import pytest
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.load import PromptQueue
 from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.step_pacer import StepPacer
+from scheduler_svc.step_pacer import Pace, StepPacer
 
 NOTHING = np.array([], np.int32)
+ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
+CPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048, num_saturating_tokens=512)
+GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048)
 
 
 def plan_of(num_prompt_tokens, num_decodes):
@@ -19,9 +25,9 @@ def plan_of(num_prompt_tokens, num_decodes):
     )
 
 
-def pacer_after(*steps, max_slowdown=1.5) -> StepPacer:
+def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPacer:
     """Steps are (prompt tokens, decodes, seconds)."""
-    pacer = StepPacer(max_slowdown)
+    pacer = StepPacer(Pace(max_slowdown, max_step_s), config)
     for num_prompt_tokens, num_decodes, execute_s in steps:
         pacer.sent(plan_of(num_prompt_tokens, num_decodes))
         pacer.answered(execute_s)
@@ -102,6 +108,55 @@ def test_prompts_do_not_queue_up_for_the_bound():
 
 def test_no_bound_if_none_is_wanted():
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=float("inf")) is None
+
+
+def bound(*steps, **settings) -> int | None:
+    """Of the prompts of any step, after steps (prompt tokens, decodes, seconds)."""
+    return pacer_after(*steps, **settings).max_prompt_tokens
+
+
+def test_first_prompts_are_as_many_tokens_as_keep_the_device_busy():
+    assert bound() == 512
+    assert bound((0, 8, 0.1)) == 512, "decodes tell nothing of prompts"
+    assert bound(config=GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("token_s", "num_tokens"),
+    [
+        pytest.param(30e-3, 128, id="8B on a CPU: too few would be in time"),
+        pytest.param(5e-3, 300, id="1B on a CPU"),
+        pytest.param(0.55e-3, None, id="125M on a CPU: all that a step may have"),
+        pytest.param(50e-6, None, id="8B on a GPU"),
+    ],
+)
+@pytest.mark.parametrize(("num_prompt_tokens", "num_decodes"), [(512, 0), (128, 0), (100, 28)])
+def test_a_step_has_the_prompts_that_there_is_time_for(
+    token_s, num_tokens, num_prompt_tokens, num_decodes
+):
+    seconds = (num_prompt_tokens + num_decodes) * token_s
+    assert bound((num_prompt_tokens, num_decodes, seconds)) == num_tokens
+
+
+def test_no_bound_for_a_steps_time_if_none_is_wanted():
+    assert bound(max_step_s=math.inf) is None
+    assert bound((512, 0, 15.0), max_step_s=math.inf) is None
+
+
+def test_what_many_tokens_take_counts_and_not_what_a_few_pay():
+    few = [(8, 0, 0.4)] * 9  # 50 ms each
+    assert bound(*few) == 128
+    assert bound(*few, (128, 0, 0.64), *few) == 300, "5 ms each"
+
+
+def test_one_slow_step_does_not_bound_those_after_the_next():
+    assert bound((512, 0, 60.0)) == 128, "as the first may be"
+    assert bound((512, 0, 60.0), (128, 0, 0.64)) == 300
+    assert bound((128, 0, 0.64), (128, 0, 60.0)) == pytest.approx(266, abs=1), "an 8th of twice"
+
+
+def test_a_machine_that_becomes_slower_is_noticed():
+    assert bound((512, 0, 2.56), *[(512, 0, 5.12)] * 40) == pytest.approx(150, abs=2)
 
 
 def late_after_s(*steps, in_flight):

@@ -44,6 +44,7 @@ class Worker:
     def __init__(self, core: Replica, now: float = 0.0) -> None:
         self.core, self.now = core, now
         self.max_paced_tokens: int | None = None
+        self.max_prompt_tokens: int | None = None
         self.left: dict[int, int] = {}
         self.known: dict[int, int] = {}
         self.most: dict[int, int] = {}
@@ -54,7 +55,7 @@ class Worker:
         self.ends: dict[int, FinishReason] = {}
 
     def step(self) -> bool:
-        plan = self.core.schedule(self.now, self.max_paced_tokens)
+        plan = self.core.schedule(self.now, self.max_paced_tokens, self.max_prompt_tokens)
         check(self.core)
         self.ends |= {end.seq_key: end.reason for end in self.core.take_expired()}
         if plan is None:

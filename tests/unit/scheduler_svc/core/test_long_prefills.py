@@ -130,6 +130,39 @@ def test_the_end_of_a_long_prompt_is_not_a_short_one():
     assert read_prompts(core) == PromptQueue(num_decoding=0, num_tokens=4, num_short_tokens=0)
 
 
+def test_a_lone_prompt_is_computed_in_parts_that_there_is_time_for():
+    core = make_core(max_num_batched_tokens=16)
+    core.submit(request(0, num_tokens=14), 0.0)
+    worker = Worker(core)
+    worker.max_prompt_tokens = 5
+    worker.run()
+    assert worker.chunks[:3] == [{0: 5}, {0: 5}, {0: 4}]
+
+
+def test_what_there_is_time_for_bounds_short_prompts_and_what_is_paced():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=16)
+    worker = Worker(core)
+    core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
+    worker.step()
+    core.submit(request(1, num_tokens=6), 1.0)
+    core.submit(request(2, num_tokens=6), 1.0)
+    worker.max_paced_tokens, worker.max_prompt_tokens = 12, 8
+    worker.step()
+    assert worker.chunks[1] == {1: 6, 2: 2}
+    core.submit(request(3, num_tokens=9), 2.0)
+    worker.max_paced_tokens = 5
+    worker.step()
+    assert worker.chunks[2] == {2: 4, 1: 1}, "the lower of both counts"
+
+
+def test_a_prompt_is_long_by_what_keeps_the_device_busy():
+    room = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "long_prefill_threshold": None}
+    core = make_core(num_saturating_tokens=16, **room)
+    for key, num_tokens in enumerate([8, 9]):
+        core.submit(request(key, num_tokens=num_tokens), 0.0)
+    assert read_prompts(core) == PromptQueue(num_decoding=0, num_tokens=17, num_short_tokens=8)
+
+
 def test_nobody_decodes_and_nothing_is_paced():
     core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     core.submit(request(1, num_tokens=40), 0.0)
