@@ -20,9 +20,9 @@ from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.placement import Placer
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
-from scheduler_svc.step_pacer import Pace
 from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.space_watch import SpaceWatch
+from scheduler_svc.step_pacer import Pace
 
 
 class FakeLink:
