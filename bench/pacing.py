@@ -46,7 +46,7 @@ _CONFIG = SchedulerConfig(
     num_saturating_tokens=512,
     enable_prefix_caching=False,
 )
-_DEFAULT = Pace(max_decode_slowdown=1.4, max_prompt_step_s=1.5)
+_DEFAULT = Pace(max_decode_slowdown=1.4, max_prompt_step_s=2.0)
 
 Lengths = Callable[[np.random.Generator], int]
 

@@ -75,7 +75,7 @@ class SchedulerSettings(ProcessSettings):
     """How much longer a step may take for a part of a long prompt while others stream: the parts
     are made as short as that, or four tokens, unless prompts would queue up. More gives the long
     prompt's first token sooner, and longer gaps in the streams; inf: no bound."""
-    max_prompt_step_s: Annotated[float, Field(gt=0)] = 1.5
+    max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step may take for prompts, in seconds, whoever is beside them: meanwhile nothing
     else starts, nothing streams and no cancellation takes effect. What there is time for is learned
     from the steps; 128 tokens always go in one, because reading the weights takes as long as

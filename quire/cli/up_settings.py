@@ -112,7 +112,7 @@ class UpSettings(ProcessSettings):
     bound; default: the scheduler's, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """How long a step may take for prompts, in seconds; inf: no bound; default: the scheduler's,
-    1.5."""
+    2."""
     eviction: Literal["lru", "lfu", "fifo"] | None = None
     """Which cached KV block is evicted first; default: lru."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
