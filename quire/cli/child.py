@@ -2,19 +2,27 @@
 
 import asyncio
 import contextlib
-import ctypes
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
 _POLL_S: Final = 0.05
-_PR_SET_PDEATHSIG: Final = 1
+_BECOME: Final = """\
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+parent, *argv = sys.argv[1:]
+if os.getppid() == int(parent):  # else it was gone before the kernel was told
+    os.execvp(argv[0], argv)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,12 @@ class Child:
         """Start it; its output is appended to `log_file`. Raises OSError if there is no program."""
         with log_file.open("ab") as log:
             process = subprocess.Popen(  # noqa: S603 - the layout's own command lines
-                spec.argv,
+                _until_parent_ends(spec.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(spec.environment) or None,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - see there
             )
         return cls(spec, process, log_file)
 
@@ -110,20 +117,18 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """Make what runs in the child before its program: the kernel is to end it with its parent.
+def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The command that runs `argv` so that the kernel ends it with this process.
 
-    Linux only; elsewhere a parent that is killed outright leaves its children. Everything is looked
-    up before the fork, since little is safe after it.
+    Linux only; elsewhere a parent that is killed outright leaves its children. It is a program that
+    becomes the other one, since code that runs between fork and exec here would need a real fork,
+    which hangs at times in a process with gRPC's threads.
+
+    Raises:
+        FileNotFoundError: There is no such program.
     """
+    if shutil.which(argv[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before the kernel was told
-            os._exit(1)
-
-    return in_child
+        return argv
+    return sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv
