@@ -6,15 +6,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import grpc
-import grpc.aio
 from worker_calls import LIMITS, MAX_BLOCKS
 
 from gpu_worker.server import WorkerService
 from gpu_worker.worker_info import WorkerInfo
-from quire.v1 import worker_pb2_grpc
-from rpc.channel import open_channel
-from rpc.status import ErrorInterceptor
+from tests.served_worker import served
 
 INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32", max_num_blocks=MAX_BLOCKS)
 FAKE_MODEL = Path(__file__).parents[1] / "unit" / "gpu_worker"
@@ -63,17 +59,10 @@ async def simulated_steps():
 
 
 @contextlib.asynccontextmanager
-async def served(open_steps, folder):
+async def served_steps(open_steps, folder):
     """Give a stub of a worker whose steps `open_steps` runs."""
     async with open_steps() as steps:
         service = WorkerService()
         service.open(INFO, steps)
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-        service.service().add(server)
-        server.add_insecure_port(f"unix:{folder}/worker.sock")
-        await server.start()
-        try:
-            async with open_channel(f"unix:{folder}/worker.sock") as channel:
-                yield worker_pb2_grpc.WorkerServiceStub(channel)
-        finally:
-            await server.stop(0)
+        async with served(service, f"{folder}/worker.sock") as stub:
+            yield stub

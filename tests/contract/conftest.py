@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from both_workers import real_steps, served, simulated_steps
+from both_workers import real_steps, served_steps, simulated_steps
 from google.protobuf import descriptor_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -44,5 +44,5 @@ def descriptors(tmp_path_factory):
 
 @pytest.fixture(params=[real_steps, simulated_steps], ids=["real", "simulated"])
 async def worker(request, tmp_path):
-    async with served(request.param, tmp_path) as stub:
+    async with served_steps(request.param, tmp_path) as stub:
         yield stub

@@ -9,7 +9,6 @@ from worker_calls import (
     ask,
     attach,
     batch,
-    failure,
     first_batch,
     held,
     run_alone,
@@ -20,6 +19,7 @@ from worker_calls import (
 
 from quire.v1 import worker_pb2
 from rpc.packing import unpack_int32
+from tests.served_worker import failure
 
 
 async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):

@@ -8,7 +8,6 @@ from worker_calls import (
     ask,
     attach,
     batch,
-    failure,
     first_batch,
     held,
     refusal,
@@ -19,6 +18,7 @@ from worker_calls import (
 
 from quire.v1 import worker_pb2
 from rpc.packing import unpack_int32
+from tests.served_worker import failure
 
 
 async def test_a_sequence_goes_on_while_the_pool_grows_and_shrinks(worker):

@@ -1,7 +1,5 @@
 """What the contract tests say to a worker, and how they read what it answers."""
 
-import contextlib
-
 import grpc
 import grpc.aio
 import pytest
@@ -143,13 +141,6 @@ def disk_ends(result):
         "failed_host_block_ids",
     )
     return [unpack_int32(getattr(result, field), field).tolist() for field in fields]
-
-
-async def failure(call):
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
 
 
 async def refusal(call):

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 import torch
 from fake_model import FakeModel, FakePool
-from worker_service import INFO, LIMITS, Worker, served
+from worker_service import INFO, LIMITS, Worker
 
 from gpu_worker.executor import Executor
 from gpu_worker.server import WorkerService
 from gpu_worker.step_loop import StepLoop
+from tests.served_worker import served
 
 
 @pytest.fixture

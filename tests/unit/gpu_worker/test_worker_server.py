@@ -9,15 +9,14 @@ from fake_model import continue_greedily
 from worker_service import (
     PROMPT,
     batch,
-    failure,
     first_batch,
     new_sequence,
-    served,
 )
 
 from gpu_worker.server import WorkerService
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import unpack_int32
+from tests.served_worker import failure, served
 
 
 async def test_attach_tells_what_the_worker_has(worker):

@@ -6,12 +6,13 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from worker_service import INFO, batch, failure, first_batch, served, until_open
+from worker_service import INFO, batch, first_batch, until_open
 
 from gpu_worker.holdings import Holdings
 from gpu_worker.server import WorkerService
 from gpu_worker.step import StepOutput
 from quire.v1 import worker_pb2
+from tests.served_worker import failure, served
 
 
 async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worker):

@@ -4,10 +4,11 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from worker_service import PROMPT, batch, failure, first_batch
+from worker_service import PROMPT, batch, first_batch
 
 from quire.v1 import worker_pb2
 from rpc.packing import pack_int32, unpack_int32
+from tests.served_worker import failure
 
 
 async def holdings(worker, epoch):

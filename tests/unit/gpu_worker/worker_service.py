@@ -1,18 +1,13 @@
 """A worker's gRPC face over a fake model, and the batches that a scheduler sends it."""
 
 import asyncio
-import contextlib
 
-import grpc
-import grpc.aio
 from fake_model import VOCAB_SIZE
 
 from gpu_worker.step import Limits
 from gpu_worker.worker_info import WorkerInfo
-from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
+from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32
-from rpc.status import ErrorInterceptor
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -36,19 +31,6 @@ class Worker:
 
     async def attach(self, epoch):
         return await self.stub.Attach(worker_pb2.AttachRequest(epoch=epoch))
-
-
-@contextlib.asynccontextmanager
-async def served(service, path):
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    service.service().add(server)
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    try:
-        async with open_channel(f"unix:{path}") as channel:
-            yield worker_pb2_grpc.WorkerServiceStub(channel)
-    finally:
-        await server.stop(0)
 
 
 def batch(epoch, step_id, num_decodes=0, **parts):
@@ -80,14 +62,6 @@ def first_batch(epoch=1, step_id=1, **changes):
         chunk_rows=[0],
         chunk_lens=[len(PROMPT)],
     )
-
-
-async def failure(call):
-    """The code and message that a stream ends with, once it does."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
 
 
 async def until_open(service):
