@@ -50,3 +50,9 @@ def require_count(field: str, count: int, least: int, most: int) -> None:
     """Check how many entries there are."""
     if not least <= count <= most:
         raise InvalidArgumentError(field, f"has {count} entries; it must have {least} to {most}")
+
+
+def require_size(field: str, value: bytes, most: int) -> None:
+    """Check how many bytes there are."""
+    if len(value) > most:
+        raise InvalidArgumentError(field, f"has {len(value)} bytes; it must have at most {most}")

@@ -12,6 +12,7 @@ from gpu_worker.field_checks import (
     require_parallel,
     require_positive,
     require_range,
+    require_size,
 )
 from gpu_worker.sampling_wire import sampling_params_from_proto
 from gpu_worker.step import (
@@ -30,6 +31,9 @@ from rpc.packing import pack_int32, unpack_int32
 
 _IDENTITY_BYTES = 32
 _MAX_PIN_S = 10**6
+_NOTE_BYTES_PER_TOKEN = 80
+"""As in `quire.v1.NewSequence.note`, as the next."""
+_NOTE_BYTES_BESIDES = 1024
 _NONE: Final = unpack_int32(b"", "")
 """What most fields of most batches name; read-only, as all that is unpacked."""
 
@@ -139,6 +143,8 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
             "new_sequences.identity",
             f"has {len(new.identity)} bytes; it must have {_IDENTITY_BYTES}, or none",
         )
+    most = _NOTE_BYTES_PER_TOKEN * limits.max_model_len + _NOTE_BYTES_BESIDES
+    require_size("new_sequences.note", new.note, most)
     return NewRow(
         seq_id=new.seq_id,
         row=new.row,

@@ -8,11 +8,10 @@ which blocks move, it has been told.
 
 import numpy as np
 
-from quire.v1 import common_pb2
 from rpc.errors import InvalidArgumentError
 from scheduler_svc.core.plan import Int32Array, StepId, StepPlan
 from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.arrays import check_below
+from scheduler_svc.wire.checks import check_below, check_top_tokens
 from scheduler_svc.wire.worker import WorkerResult
 
 _NEVER = np.iinfo(np.int64).max
@@ -92,26 +91,14 @@ class WorkerLedger:
                 raise InvalidArgumentError(
                     "logprobs.index", f"is {item.index}; it must be in [0, {num_sampled})"
                 )
-            self._check_top(item.logprob)
+            check_top_tokens(item.logprob, "logprobs", self._vocab_size)
         for scores in result.prompt_logprobs:
             if scores.row >= self._first.size:
                 raise InvalidArgumentError(
                     "prompt_logprobs.row", f"is {scores.row}; it must be in [0, {self._first.size})"
                 )
             for logprob in scores.logprobs:
-                self._check_top(logprob)
-
-    def _check_top(self, logprob: common_pb2.TokenLogprob) -> None:
-        token_ids = logprob.top_token_ids
-        if len(token_ids) != len(logprob.top_logprobs):
-            raise InvalidArgumentError(
-                "top_logprobs",
-                f"has {len(logprob.top_logprobs)} entries; it must have {len(token_ids)}",
-            )
-        if token_ids and max(token_ids) >= self._vocab_size:
-            raise InvalidArgumentError(
-                "top_token_ids", f"has {max(token_ids)}; ids must be below {self._vocab_size}"
-            )
+                check_top_tokens(logprob, "prompt_logprobs", self._vocab_size)
 
     def _check_rows(self, step: StepId, rows: Int32Array) -> None:
         expected = (self._first <= step) & (self._last >= step)

@@ -214,12 +214,14 @@ class SearchNote(_message.Message):
     def __init__(self, beams: _Optional[_Iterable[_Union[NotedOutput, _Mapping]]] = ..., hypotheses: _Optional[_Iterable[_Union[NotedOutput, _Mapping]]] = ...) -> None: ...
 
 class NotedOutput(_message.Message):
-    __slots__ = ("token_ids", "logprob")
+    __slots__ = ("num_shared_tokens", "token_ids", "logprob")
+    NUM_SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    num_shared_tokens: int
     token_ids: bytes
     logprob: float
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_shared_tokens: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class KvCommands(_message.Message):
     __slots__ = ("copy_src_block_ids", "copy_dst_block_ids", "swap_out_src_block_ids", "swap_out_dst_block_ids", "swap_in_src_block_ids", "swap_in_dst_block_ids", "disk_store_src_block_ids", "disk_store_dst_block_ids", "disk_load_src_block_ids", "disk_load_dst_block_ids")

@@ -1,8 +1,12 @@
 """One beam search while it is live: the search, and a sequence for each beam that it may have."""
 
-import numpy as np
-
-from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis, SearchState
+from scheduler_svc.core.beam_search import (
+    BeamSearch,
+    Candidates,
+    Hypothesis,
+    SearchState,
+    num_common,
+)
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -95,8 +99,7 @@ class BeamGroup:
     def num_shared_blocks(self, beam: int, block_size: int) -> int:
         """Return how many first blocks a beam has in common with the best one, full of tokens."""
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
-        differs = np.flatnonzero(tokens != best)
-        return (int(differs[0]) if differs.size else len(tokens)) // block_size
+        return num_common(tokens, best) // block_size
 
     def _num_blocks_of_others(self, block_size: int) -> int:
         num_blocks = -(-self.search.num_tokens // block_size)
@@ -115,6 +118,6 @@ def _finished(seq: Sequence, hypothesis: Hypothesis | None) -> Finished:
         seq.seq_key,
         FinishReason.STOP if is_stop else FinishReason.LENGTH,
         stop_token_id=hypothesis.end_token_id,
-        token_ids=hypothesis.token_ids,
+        token_ids=tuple(hypothesis.token_ids.tolist()),
         cumulative_logprob=float(hypothesis.logprob),
     )

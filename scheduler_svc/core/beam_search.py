@@ -75,7 +75,7 @@ class Beam:
 class Hypothesis:
     """An output that has ended."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Int32Array
     """Without the prompt, with the end token if there is one."""
     logprob: np.float32
     score: np.float32
@@ -85,16 +85,18 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputState:
-    """An output of a search, perhaps not at its end."""
+    """An output of a search, perhaps not at its end, as it differs from the best beam."""
 
+    num_shared_tokens: int
+    """First tokens of the best beam, the prompt included, with which it begins."""
     token_ids: Int32Array
-    """Without the prompt."""
+    """Those behind them: few, as beams branched off not long ago."""
     logprob: np.float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchState:
-    """How far a search is: all that a request does not say."""
+    """How far a search is: all that the request and the best beam's tokens do not say."""
 
     beams: tuple[OutputState, ...]
     hypotheses: tuple[OutputState, ...]
@@ -129,26 +131,36 @@ class BeamSearch:
 
     @property
     def state(self) -> SearchState:
-        """How far it is; for `resume`."""
-        start = self._num_prompt_tokens
+        """How far it is, while it has beams; for `resume`."""
+        best, start = self.beams[0].token_ids, self._num_prompt_tokens
         return SearchState(
-            tuple(OutputState(beam.token_ids[start:], beam.logprob) for beam in self.beams),
-            tuple(OutputState(np.array(h.token_ids, np.int32), h.logprob) for h in self.hypotheses),
+            tuple(_beside(best, 0, beam.token_ids, beam.logprob) for beam in self.beams),
+            tuple(_beside(best, start, h.token_ids, h.logprob) for h in self.hypotheses),
         )
 
-    def resume(self, state: SearchState) -> bool:
-        """Go on from the state of an equal search, which has just begun; say whether it fits."""
-        lengths = {len(beam.token_ids) for beam in state.beams}
-        most = max(len(state.beams), len(state.hypotheses))
+    def resume(self, state: SearchState, best: Int32Array) -> bool:
+        """Go on from the state of an equal search, which has just begun; say whether it fits.
+
+        `best` are the tokens of its best beam, prompt and output; there may be more behind them.
+        """
+        start = self._num_prompt_tokens
+        both = (*state.beams, *state.hypotheses)
+        if not all(start <= output.num_shared_tokens <= len(best) for output in both):
+            return False
+        beams, hypotheses = (
+            [(np.concatenate([best[: o.num_shared_tokens], o.token_ids]), o.logprob) for o in some]
+            for some in (state.beams, state.hypotheses)
+        )
+        lengths = {len(tokens) - start for tokens, _ in beams}
+        most = max(len(beams), len(hypotheses))
         if len(lengths) != 1 or most > self.params.width or max(lengths) >= self._max_tokens:
             return False
-        if not all(1 <= len(h.token_ids) <= self._max_tokens for h in state.hypotheses):
+        if not all(1 <= len(tokens) - start <= self._max_tokens for tokens, _ in hypotheses):
             return False
-        prompt = self.beams[0].token_ids
-        self.beams = tuple(
-            Beam(np.concatenate([prompt, beam.token_ids]), beam.logprob) for beam in state.beams
+        self.beams = tuple(Beam(tokens, logprob) for tokens, logprob in beams)
+        self.hypotheses = tuple(
+            self._hypothesis(tokens[start:], logprob) for tokens, logprob in hypotheses
         )
-        self.hypotheses = tuple(self._hypothesis(h.token_ids, h.logprob) for h in state.hypotheses)
         return True
 
     def advance(self, candidates: Sequence[Candidates]) -> tuple[int, ...]:
@@ -193,10 +205,9 @@ class BeamSearch:
         return parents[best], token_ids[best], totals[best]
 
     def _hypothesis(self, token_ids: Int32Array, logprob: np.float32) -> Hypothesis:
-        *_, last = output = tuple(token_ids.tolist())
-        score = self._score(logprob, len(output))
+        last, score = int(token_ids[-1]), self._score(logprob, len(token_ids))
         return Hypothesis(
-            output, logprob, score, last if last in self.params.end_token_ids else None
+            token_ids, logprob, score, last if last in self.params.end_token_ids else None
         )
 
     def _score(self, logprob: np.float32, num_output_tokens: int) -> np.float32:
@@ -216,3 +227,18 @@ class BeamSearch:
         if self.params.early_stopping is EarlyStopping.NEVER and self.params.length_penalty > 0:
             length = self._max_tokens
         return not self._score(best_logprob, length) > self.hypotheses[-1].score
+
+
+def num_common(one: Int32Array, other: Int32Array) -> int:
+    """Return how many first tokens two streams have in common."""
+    num_both = min(len(one), len(other))
+    differs = one[:num_both] != other[:num_both]
+    return int(differs.argmax()) if differs.any() else num_both
+
+
+def _beside(
+    best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
+) -> OutputState:
+    """Make the state of an output whose `token_ids` are those from position `start` on."""
+    num_common_tokens = num_common(best[start:], token_ids)
+    return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

@@ -149,7 +149,7 @@ class Successor(Replica):
         if row is None:
             return
         self._let_go(row)
-        if row.search is not None and group.search.resume(row.search):
+        if row.search is not None and group.search.resume(row.search, row.token_ids):
             group.queue_leader()
             leader.num_computed_tokens = len(leader.token_ids) - 1
             leader.num_charged_tokens = leader.num_prompt_tokens

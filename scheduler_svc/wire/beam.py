@@ -10,6 +10,7 @@ from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping, OutputState, SearchState
 from scheduler_svc.domain import ModelInfo
+from scheduler_svc.wire.checks import check_at_most, check_below
 
 _MIN_WIDTH, _MAX_WIDTH = 2, 10
 """As in `quire.v1.BeamSearch`, as the next."""
@@ -108,14 +109,31 @@ def search_from_note(note: bytes) -> SearchState | None:
     )
 
 
+def check_search(state: SearchState, num_row_tokens: int, model: ModelInfo) -> None:
+    """Check that a worker can have been left this note with a row of so many tokens.
+
+    Raises:
+        InvalidArgumentError: No search is of this size, or the model lacks a token of it.
+    """
+    check_at_most("rows.note.beams", len(state.beams), _MAX_WIDTH)
+    check_at_most("rows.note.hypotheses", len(state.hypotheses), _MAX_WIDTH)
+    for output in (*state.beams, *state.hypotheses):
+        num_shared, token_ids = output.num_shared_tokens, output.token_ids
+        check_at_most("rows.note.num_shared_tokens", num_shared, num_row_tokens)
+        check_at_most("rows.note.token_ids", num_shared + len(token_ids), model.max_model_len)
+        check_below(token_ids, "rows.note.token_ids", model.vocab_size, "vocab_size")
+
+
 def _output_to_proto(output: OutputState) -> worker_pb2.NotedOutput:
     return worker_pb2.NotedOutput(
-        token_ids=pack_int32(output.token_ids), logprob=float(output.logprob)
+        num_shared_tokens=output.num_shared_tokens,
+        token_ids=pack_int32(output.token_ids),
+        logprob=float(output.logprob),
     )
 
 
 def _output_from_proto(message: worker_pb2.NotedOutput) -> OutputState:
     if isnan(message.logprob):
-        raise InvalidArgumentError("rows.note", "has a log-probability that is no number")
-    token_ids = unpack_int32(message.token_ids, "rows.note")
-    return OutputState(token_ids, np.float32(message.logprob))
+        raise InvalidArgumentError("rows.note.logprob", "is nan; it must be a number")
+    token_ids = unpack_int32(message.token_ids, "rows.note.token_ids")
+    return OutputState(message.num_shared_tokens, token_ids, np.float32(message.logprob))

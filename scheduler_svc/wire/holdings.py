@@ -11,9 +11,9 @@ from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.block_hash import HASH_BYTES, BlockHash
 from scheduler_svc.core.block_pool import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.holdings import HeldBlocks, HeldRow, Holdings
-from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.beam import search_from_note, search_to_note
+from scheduler_svc.wire.beam import check_search, search_from_note, search_to_note
+from scheduler_svc.wire.checks import check_at_most, check_below, check_top_tokens
 
 _MAX_PIN_S = 10**6
 """Ample: a request may ask for a day."""
@@ -43,19 +43,21 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
     Raises:
         InvalidArgumentError: It says that it holds what it has no room for, or one thing twice.
     """
-    _check_limit("rows", len(holdings.rows), info.max_num_seqs)
+    check_at_most("rows", len(holdings.rows), info.max_num_seqs)
     for row in holdings.rows:
         _check_blocks("rows.block_ids", row.block_ids, info.num_blocks)
         num_slots = len(row.block_ids) * info.block_size
         num_tokens = len(row.token_ids)
-        _check_limit("rows.token_ids", num_tokens, info.model.max_model_len)
-        _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
-        _check_limit("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
-        _check_limit("rows.logprobs", len(row.logprobs), num_tokens)
-        _check_tokens("rows.token_ids", row.token_ids, info.model.vocab_size)
+        check_at_most("rows.token_ids", num_tokens, info.model.max_model_len)
+        check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
+        check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
+        check_at_most("rows.logprobs", len(row.logprobs), num_tokens)
+        check_below(row.token_ids, "rows.token_ids", info.model.vocab_size, "vocab_size")
+        for logprob in row.logprobs:
+            message = common_pb2.TokenLogprob.FromString(logprob)
+            check_top_tokens(message, "rows.logprobs", info.model.vocab_size)
         if row.search is not None:
-            for output in (*row.search.beams, *row.search.hypotheses):
-                _check_tokens("rows.note", output.token_ids, info.model.vocab_size)
+            check_search(row.search, num_tokens, info.model)
     _check_blocks("device.block_ids", holdings.device.block_ids, info.num_blocks)
     _check_blocks("host.block_ids", holdings.host.block_ids, info.num_host_blocks)
     _check_blocks("disk.block_ids", holdings.disk.block_ids, info.num_disk_blocks)
@@ -90,13 +92,6 @@ def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
 
 def _row_from_proto(message: worker_pb2.HeldRow) -> HeldRow:
     block_ids = unpack_int32(message.block_ids, "rows.block_ids")
-    for logprob in message.logprobs:
-        if len(logprob.top_token_ids) != len(logprob.top_logprobs):
-            raise InvalidArgumentError(
-                "rows.logprobs.top_logprobs",
-                f"has {len(logprob.top_logprobs)} entries; it must have one for each of "
-                f"top_token_ids, {len(logprob.top_token_ids)}",
-            )
     return HeldRow(
         identity=message.identity,
         token_ids=unpack_int32(message.token_ids, "rows.token_ids"),
@@ -144,11 +139,6 @@ def _blocks_to_proto(blocks: HeldBlocks[BlockIdT]) -> worker_pb2.HeldBlocks:
     )
 
 
-def _check_limit(field: str, value: int, most: int) -> None:
-    if value > most:
-        raise InvalidArgumentError(field, f"is or has {value}; the limit is {most}")
-
-
 def _check_blocks(field: str, block_ids: Iterable[int], num_blocks: int) -> None:
     blocks = np.array(list(block_ids), np.int64)
     if len(np.unique(blocks)) != len(blocks):
@@ -170,11 +160,3 @@ def _check_pins(pins: Iterable[tuple[BlockHash, float]]) -> None:
         if name in names:
             raise InvalidArgumentError("pins.labels", "has a label twice; each may occur once")
         names.add(name)
-
-
-def _check_tokens(field: str, token_ids: Int32Array, vocab_size: int) -> None:
-    wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-    if wrong.size:
-        raise InvalidArgumentError(
-            field, f"has {wrong[0]}; values must be in [0, {vocab_size - 1}]"
-        )

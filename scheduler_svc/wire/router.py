@@ -19,8 +19,8 @@ from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.arrays import check_below
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
+from scheduler_svc.wire.checks import check_below
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128

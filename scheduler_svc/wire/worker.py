@@ -13,8 +13,8 @@ from quire.v1 import common_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan, ints
-from scheduler_svc.wire.arrays import check_below
 from scheduler_svc.wire.beam import search_to_note
+from scheduler_svc.wire.checks import check_below
 
 _KV_COMMANDS = tuple(field.name for field in worker_pb2.KvCommands.DESCRIPTOR.fields)
 """Lists of blocks; they have the same names in a plan."""

@@ -148,6 +148,10 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
             "new_sequences.max_total_tokens is 33; it must be in [4, 32]",
         ),
         (
+            batch(1, 2, new_sequences=[new_sequence(row=1, note=b"n" * 3585)]),
+            "new_sequences.note has 3585 bytes; it must have at most 3584",
+        ),
+        (
             batch(1, 2, new_sequences=[new_sequence(row=1, sampling=common_pb2.SamplingParams())]),
             "new_sequences.sampling.seed is not set",
         ),

@@ -233,10 +233,16 @@ class TestHoldings:
             ("block_ids", pack_int32([1, 1]), "rows.block_ids has a block twice"),
             ("block_ids", b"", "rows.num_computed_tokens is or has 2; the limit is 0"),
             ("num_computed_tokens", 3, "rows.num_computed_tokens is or has 3; the limit is 2"),
-            ("token_ids", pack_int32([1, 100, 2]), "rows.token_ids has 100"),
+            ("token_ids", pack_int32([1, 100, 2]), r"rows.token_ids\[1\] is 100"),
+            ("token_ids", pack_int32([1, -1, 2]), r"rows.token_ids\[1\] is -1"),
             ("token_ids", pack_int32([1] * 17), "rows.token_ids is or has 17; the limit is 16"),
             ("logprobs", [LOGPROB] * 2, "rows.logprobs is or has 4; the limit is 3"),
             ("logprobs", [common_pb2.TokenLogprob(top_token_ids=[1])], "top_logprobs has 0"),
+            (
+                "logprobs",
+                [common_pb2.TokenLogprob(top_token_ids=[100], top_logprobs=[-1])],
+                "rows.logprobs.top_token_ids has 100; ids must be below 100",
+            ),
         ],
     )
     def test_a_row_that_cannot_be_is_refused(self, field, value, problem):
@@ -253,8 +259,11 @@ class TestHoldings:
 
     def test_how_far_a_search_is_comes_back_as_it_was_sent(self):
         search = SearchState(
-            (OutputState(ints(5, 6), np.float32(-0.1)), OutputState(ints(7, 8), np.float32(-0.3))),
-            (OutputState(ints(1), np.float32(-2.5)),),
+            (
+                OutputState(3, ints(), np.float32(-0.1)),
+                OutputState(1, ints(7, 8), np.float32(-0.3)),
+            ),
+            (OutputState(2, ints(1), np.float32(-2.5)),),
         )
         row = worker_pb2.HeldRow()
         row.CopyFrom(self.ROW)
@@ -267,18 +276,43 @@ class TestHoldings:
     @pytest.mark.parametrize(
         ("output", "problem"),
         [
-            (worker_pb2.NotedOutput(token_ids=b"abc"), "rows.note"),
-            (worker_pb2.NotedOutput(token_ids=pack_int32([100])), "rows.note has 100"),
-            (worker_pb2.NotedOutput(logprob=float("nan")), "rows.note has a log-probability"),
-            (None, "rows.note is no SearchNote"),
+            ({"token_ids": b"abc"}, "rows.note.token_ids has 3 bytes"),
+            ({"token_ids": pack_int32([100])}, r"rows.note.token_ids\[0\] is 100"),
+            (
+                {"token_ids": pack_int32([1] * 17)},
+                "rows.note.token_ids is or has 17; the limit is 16",
+            ),
+            (
+                {"token_ids": pack_int32([1] * 14), "num_shared_tokens": 3},
+                "rows.note.token_ids is or has 17; the limit is 16",
+            ),
+            (
+                {"num_shared_tokens": 4},
+                "rows.note.num_shared_tokens is or has 4; the limit is 3",
+            ),
+            ({"logprob": float("nan")}, "rows.note.logprob is nan"),
         ],
     )
-    def test_a_search_that_cannot_be_is_refused(self, output, problem):
+    @pytest.mark.parametrize("kind", ["beams", "hypotheses"])
+    def test_an_output_of_a_search_that_cannot_be_is_refused(self, kind, output, problem):
+        self.expect_note_refused(worker_pb2.SearchNote(**{kind: [output]}), problem)
+
+    @pytest.mark.parametrize("kind", ["beams", "hypotheses"])
+    def test_a_search_of_more_outputs_than_one_may_have_is_refused(self, kind):
+        note = worker_pb2.SearchNote(**{kind: [{"num_shared_tokens": 1}] * 11})
+        self.expect_note_refused(note, f"rows.note.{kind} is or has 11; the limit is 10")
+
+    def test_a_note_that_is_none_is_refused(self):
         row = worker_pb2.HeldRow()
         row.CopyFrom(self.ROW)
         row.note = b"\xff"
-        if output is not None:
-            row.note = worker_pb2.SearchNote(beams=[output]).SerializeToString()
+        with pytest.raises(InvalidArgumentError, match=r"rows\.note is no SearchNote"):
+            holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])])
+
+    def expect_note_refused(self, note, problem):
+        row = worker_pb2.HeldRow()
+        row.CopyFrom(self.ROW)
+        row.note = note.SerializeToString()
         with pytest.raises(InvalidArgumentError, match=problem):
             check_holdings(
                 holdings_from_proto([worker_pb2.ReadHoldingsResponse(rows=[row])]), self.INFO

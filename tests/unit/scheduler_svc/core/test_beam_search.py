@@ -1,5 +1,7 @@
 """Beam search by example: what goes on, what is done, when it is over."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def outputs(search: BeamSearch) -> list[list[int]]:
 
 
 def found(search: BeamSearch) -> list[tuple[int, ...]]:
-    return [hypothesis.token_ids for hypothesis in search.hypotheses]
+    return [tuple(hypothesis.token_ids.tolist()) for hypothesis in search.hypotheses]
 
 
 def test_the_likeliest_continuations_of_all_beams_go_on():
@@ -109,3 +111,52 @@ def test_candidates_that_are_too_few_leave_fewer_beams():
     assert (found(search), outputs(search)) == ([(END,)], [[1]])
     assert search.advance([candidates(t9=-1.0)]) == ()
     assert found(search) == [(1, END), (END,)]
+
+
+def noted_search() -> BeamSearch:
+    """Two beams, which have 5 6 2 7 in common, and two hypotheses, with 5 6 and 5 6 2 7."""
+    search = make_search(early_stopping=EarlyStopping.NEVER)
+    search.advance([candidates(t9=-1.0, t2=-2.0, t1=-3.0, t3=-4.0)])
+    search.advance([candidates(t7=-0.5, t4=-9.0), candidates(t8=-5.0, t4=-9.0)])
+    search.advance([candidates(t9=-0.5, t1=-1.0, t2=-2.0), candidates(t8=-5.0, t4=-9.0)])
+    assert outputs(search) == [[2, 7, 1], [2, 7, 2]]
+    assert found(search) == [(END,), (2, 7, END)]
+    return search
+
+
+def test_a_state_has_only_what_differs_from_the_best_beam():
+    state = noted_search().state
+    assert [(o.num_shared_tokens, o.token_ids.tolist()) for o in state.beams] == [(5, []), (4, [2])]
+    hypotheses = [(o.num_shared_tokens, o.token_ids.tolist()) for o in state.hypotheses]
+    assert hypotheses == [(2, [END]), (4, [END])]
+
+
+def test_a_search_that_resumes_is_where_it_was():
+    search, resumed = noted_search(), make_search(early_stopping=EarlyStopping.NEVER)
+    best = search.beams[0].token_ids
+    # The worker may have sampled one more.
+    assert resumed.resume(search.state, np.append(best, np.int32(3)))
+    assert (outputs(resumed), found(resumed)) == (outputs(search), found(search))
+    assert [b.logprob for b in resumed.beams] == [b.logprob for b in search.beams]
+    assert [h.end_token_id for h in resumed.hypotheses] == [END, END]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        # more than the best beam has
+        ("beams", {"num_shared_tokens": 6, "token_ids": np.empty(0, np.int32)}),
+        # another prompt
+        ("beams", {"num_shared_tokens": 1, "token_ids": np.ones(4, np.int32)}),
+        ("beams", {"num_shared_tokens": 3}),  # another length
+        ("hypotheses", {"num_shared_tokens": 1, "token_ids": np.ones(3, np.int32)}),
+        ("hypotheses", {"num_shared_tokens": 2, "token_ids": np.empty(0, np.int32)}),
+        ("hypotheses", {"token_ids": np.ones(7, np.int32)}),
+    ],
+)
+def test_a_state_that_does_not_fit_is_not_taken(kind, changes):
+    search, resumed = noted_search(), make_search()
+    first, last = getattr(search.state, kind)
+    state = replace(search.state, **{kind: (first, replace(last, **changes))})
+    assert not resumed.resume(state, search.beams[0].token_ids)
+    assert (outputs(resumed), found(resumed)) == ([[]], [])
