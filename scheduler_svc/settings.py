@@ -68,7 +68,8 @@ class SchedulerSettings(ProcessSettings):
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
     ones overtake it. Default: half of the tokens that keep the worker's device busy, 256 on a CPU
-    and 1024 on a GPU, or half of the tokens that a step may have if less; 0: none is long."""
+    and 1024 on a GPU, or half of the tokens that a step may have if less; 0: none is long, and
+    max_decode_slowdown bounds nothing, since short prompts are computed at once."""
     max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4

@@ -80,8 +80,8 @@ class SchedulerConfig:
     not bounded: its room is needed at once."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute is long: it leaves half of a step to others, and
-    others overtake it. 0: none is. None: half of what keeps the device busy. What fits there is
-    computed in one step, and holds nobody up for longer."""
+    others overtake it. 0: none is, so none is paced either. None: half of what keeps the device
+    busy. What fits there is computed in one step, and holds nobody up for longer."""
     max_long_prefills: int = 1
     """Most long sequences that compute their known tokens at the same time."""
     claim_s: float = 10.0
