@@ -30,11 +30,15 @@ class Candidate:
     num_workers: int = 1
     """At least 1."""
     room: int | None = None
-    """Sequences that its queue takes, as far as is known; None: they need no counting."""
+    """As `has_room` takes it."""
 
-    def has_room(self, n: int) -> bool:
-        """Whether it takes `n` more sequences, as far as is known."""
-        return self.room is None or self.room >= n
+
+def has_room(room: int | None, n: int) -> bool:
+    """Whether a scheduler takes `n` more sequences, as far as is known.
+
+    `room` is how many its queue takes; None: they need no counting.
+    """
+    return room is None or room >= n
 
 
 def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candidate]) -> int:
@@ -44,7 +48,7 @@ def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candid
     num_workers = sum(each.num_workers for each in candidates)
     num_seqs = n + sum(each.num_seqs for each in candidates)
     share = max(_SLACK * num_seqs / num_workers, _MIN_SEQS)
-    indices = [index for index, each in enumerate(candidates) if each.has_room(n)]
+    indices = [index for index, each in enumerate(candidates) if has_room(each.room, n)]
     indices = indices or list(range(len(candidates)))
     # If all are above their share, or `n` are too many for it, the least loaded.
     open_ = [

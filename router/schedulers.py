@@ -20,7 +20,7 @@ from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.resuming import StartResumed
-from router.scheduler_choice import Candidate, choose
+from router.scheduler_choice import Candidate, choose, has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
 from router.scheduler_news import SchedulerModel
 from router.validation import MAX_N
@@ -90,8 +90,8 @@ class Schedulers:
         Raises TooBusyError: all the schedulers' queues are full.
         """
         rooms = [link.room for link in self._connected]
-        most = max((room for room in rooms if room is not None), default=0)
-        if rooms and None not in rooms and most < n:
+        if rooms and not any(has_room(room, n) for room in rooms):
+            most = max(room for room in rooms if room is not None)
             raise TooBusyError(
                 f"the queue is full: {most} more sequences may wait, and this request has {n}"
             )
@@ -289,7 +289,7 @@ class Schedulers:
         others = [
             other
             for other in self._connected
-            if other.target not in live.refused_by and (other.room is None or other.room >= n)
+            if other.target not in live.refused_by and has_room(other.room, n)
         ]
         if others:
             live.num_submits = 0
