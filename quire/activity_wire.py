@@ -5,17 +5,6 @@ from quire.v1 import common_pb2, inference_pb2
 from quire.wire import load_from_proto
 
 
-def describe_activity_request_to_proto(
-    worker: str, max_steps: int | None, after_step_id: int
-) -> inference_pb2.DescribeActivityRequest:
-    """Ask for a part of it; None: the service's default."""
-    return inference_pb2.DescribeActivityRequest(
-        query=common_pb2.ActivityQuery(
-            worker=worker, max_steps=max_steps, after_step_id=after_step_id
-        )
-    )
-
-
 def activity_from_proto(
     response: inference_pb2.DescribeActivityResponse,
 ) -> tuple[WorkerActivity, ...]:

@@ -4,12 +4,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 from quire import questions, wire
 from quire.activity_types import WorkerActivity
 from quire.attempts import Service
+from quire.closes import Closes
 from quire.kv_types import WorkerKv
 from quire.questions import Question
 from quire.retry import Retry
@@ -34,7 +34,7 @@ from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 T = TypeVar("T")
 
 
-class Client:
+class Client(Closes):
     """Blocks. Threads may share one."""
 
     def __init__(
@@ -57,17 +57,6 @@ class Client:
             retry=retry,
             api_key=api_key,
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End what is still running."""

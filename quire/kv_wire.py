@@ -23,30 +23,6 @@ _STATUSES: Final = {
 }
 
 
-def describe_kv_request_to_proto(
-    worker: str,
-    first_seq_id: int,
-    max_sequences: int | None,
-    first_block: int,
-    max_blocks: int | None,
-    *,
-    ref_counts: bool,
-    block_tables: bool,
-) -> inference_pb2.DescribeKvRequest:
-    """Ask for a part of the description; None: the service's default."""
-    return inference_pb2.DescribeKvRequest(
-        query=kv_pb2.KvQuery(
-            worker=worker,
-            first_seq_id=first_seq_id,
-            max_sequences=max_sequences,
-            first_block=first_block,
-            max_blocks=max_blocks,
-            ref_counts=ref_counts,
-            block_tables=block_tables,
-        )
-    )
-
-
 def workers_kv_from_proto(response: inference_pb2.DescribeKvResponse) -> tuple[WorkerKv, ...]:
     """Take the description; tiers that a later service may have, and this client not, are left."""
     return tuple(

@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quire.client import DEFAULT_SAMPLING, AsyncClient
+from quire.closes import Closes
 from quire.private_service import PrivateService
 from quire.types import (
     Completion,
@@ -59,7 +59,7 @@ class Generation:
     """If `prompt_logprobs` was asked for."""
 
 
-class LLM:
+class LLM(Closes):
     """A model, and the processes that run it, until `close` or the end of this process.
 
     Threads may share one.
@@ -135,17 +135,6 @@ class LLM:
     def close(self) -> None:
         """End the processes; may be called again."""
         self._service.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,10 +10,10 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from quire.client import Client
+from quire.closes import Closes
 from rpc.errors import DeadlineExceededError, UnavailableError
 
 _POLL_S: Final = 0.1
@@ -26,7 +26,7 @@ class ServiceStartError(Exception):
     """The service ended before it was ready. The message holds its last words."""
 
 
-class PrivateService:
+class PrivateService(Closes):
     """Router, scheduler and workers, reached through a Unix socket that nobody else knows.
 
     The child lives as long as the pipe to its standard input is open. `close` closes it, and so
@@ -72,17 +72,6 @@ class PrivateService:
     def close(self) -> None:
         """End it, and wait until no process of it is left; may be called again."""
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _wait_until_ready(self, api_key: str) -> None:
         with Client(self.target, api_key=api_key) as client:

@@ -8,7 +8,7 @@ from quire import activity_wire, kv_wire, wire
 from quire.activity_types import WorkerActivity
 from quire.kv_types import WorkerKv
 from quire.types import ChatMessage, Load, Model
-from quire.v1 import inference_pb2
+from quire.v1 import common_pb2, inference_pb2, kv_pb2
 
 T = TypeVar("T")
 
@@ -58,15 +58,16 @@ def describe_kv(
     block_tables: bool,
 ) -> Question[tuple[WorkerKv, ...]]:
     """Ask who holds which KV blocks."""
-    request = kv_wire.describe_kv_request_to_proto(
-        worker,
-        first_seq_id,
-        max_sequences,
-        first_block,
-        max_blocks,
+    query = kv_pb2.KvQuery(
+        worker=worker,
+        first_seq_id=first_seq_id,
+        max_sequences=max_sequences,
+        first_block=first_block,
+        max_blocks=max_blocks,
         ref_counts=ref_counts,
         block_tables=block_tables,
     )
+    request = inference_pb2.DescribeKvRequest(query=query)
     return Question("DescribeKv", request, kv_wire.workers_kv_from_proto)
 
 
@@ -74,7 +75,10 @@ def describe_activity(
     worker: str, max_steps: int | None, after_step_id: int
 ) -> Question[tuple[WorkerActivity, ...]]:
     """Ask what the workers are doing."""
-    request = activity_wire.describe_activity_request_to_proto(worker, max_steps, after_step_id)
+    query = common_pb2.ActivityQuery(
+        worker=worker, max_steps=max_steps, after_step_id=after_step_id
+    )
+    request = inference_pb2.DescribeActivityRequest(query=query)
     return Question("DescribeActivity", request, activity_wire.activity_from_proto)
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from rpc.errors import PermissionDeniedError, QuireError, UnauthenticatedError
+from rpc.handlers import rewrapped
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """A kubelet has no certificate."""
@@ -52,21 +53,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         """Have the handler look at the caller first; here there is no telling who it is."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        if handler.request_streaming and handler.response_streaming:
-            kind, make = "stream_stream", grpc.stream_stream_rpc_method_handler
-        elif handler.request_streaming:
-            kind, make = "stream_unary", grpc.stream_unary_rpc_method_handler
-        elif handler.response_streaming:
-            kind, make = "unary_stream", grpc.unary_stream_rpc_method_handler
-        else:
-            kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
-        return make(
-            self._guarded(getattr(handler, kind)),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return None if handler is None else rewrapped(handler, self._guarded)
 
     def _guarded(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.isasyncgenfunction(behavior):

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from rpc import errors
+from rpc.handlers import rewrapped
 from rpc.tls import explain
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -135,21 +137,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
             return None
-        if handler.request_streaming and handler.response_streaming:
-            kind, make = "stream_stream", grpc.stream_stream_rpc_method_handler
-        elif handler.request_streaming:
-            kind, make = "stream_unary", grpc.stream_unary_rpc_method_handler
-        elif handler.response_streaming:
-            kind, make = "unary_stream", grpc.unary_stream_rpc_method_handler
-        else:
-            kind, make = "unary_unary", grpc.unary_unary_rpc_method_handler
-        return make(
-            _wrap(getattr(handler, kind), handler.request_streaming),
-            # What a stream's deserializer raises, the handler's iterator raises.
-            request_deserializer=handler.request_deserializer
-            if handler.request_streaming
-            else _or_error(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+        if handler.request_streaming:  # what a deserializer raises, the handler's iterator raises
+            return rewrapped(handler, partial(_wrap, request_streaming=True))
+        return rewrapped(
+            handler, partial(_wrap, request_streaming=False), wrap_deserializer=_or_error
         )
 
 
@@ -178,7 +169,7 @@ def _check(request: Any) -> None:
         raise request
 
 
-def _wrap(behavior: Callable[..., Any], request_streaming: bool) -> Callable[..., Any]:
+def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
     def blamed(error: Exception) -> Exception:
         """Tell a client's message that is none from a bug of the handler's."""
         if request_streaming and isinstance(error, DecodeError):
