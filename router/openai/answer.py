@@ -1,7 +1,8 @@
 """Answers one call: opens its requests, and streams or collects their events in a shape."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,6 +35,9 @@ from router.openai.sse import SseResponse
 from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 
 log = structlog.get_logger()
+
+_STATUS_WITHIN_S = 5.0
+"""How long a stream waits for an event before it says 200; from then on errors are events."""
 
 
 class UsageInStream(Enum):
@@ -160,13 +164,40 @@ async def _collect(
 async def _stream(
     http: web.Request, call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
 ) -> web.StreamResponse:
-    # This raises what the scheduler refuses, while a status can still say it.
-    first = await anext(events)
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
-    await sse.start()
+    async with _first_of(events) as first:
+        # What is refused is refused soon, and a status says so. After that silence is worse, since
+        # a proxy may take a prompt that is long in computing for a service that hangs.
+        await asyncio.wait([first], timeout=_STATUS_WITHIN_S)
+        if first.done():
+            first.result()
+        await sse.start()
+        return await _stream_started(sse, call, live, first, events)
+
+
+@asynccontextmanager
+async def _first_of(
+    events: AsyncIterator[tuple[int, Event]],
+) -> AsyncIterator[asyncio.Future[tuple[int, Event]]]:
+    """Give the first event as it comes; whoever leaves before has ended the wait for it."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        yield first
+    finally:
+        if first.cancel():
+            await asyncio.wait([first])
+
+
+async def _stream_started(
+    sse: SseResponse,
+    call: Call,
+    live: LiveRequest,
+    first: asyncio.Future[tuple[int, Event]],
+    events: AsyncIterator[tuple[int, Event]],
+) -> web.StreamResponse:
     try:
         with sse.beating():
-            await _send_events(sse, call, live, first, events)
+            await _send_events(sse, call, live, await first, events)
         await sse.send_done()
     except QuireError as error:  # no [DONE] after it: that would say that the answer is complete
         await sse.send(error_json(error))

@@ -8,7 +8,7 @@ import pytest
 from openai_fakes import delta, spell
 
 from router.domain import FinishReason, OutputFinished, Usage
-from router.openai import sse
+from router.openai import answer, sse
 from rpc.errors import UnavailableError
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -90,6 +90,84 @@ async def test_a_stream_without_events_has_comments(http, inference, monkeypatch
         assert await response.content.readuntil(b"\n\n") == b":\n\n"
         more.set()
         assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_whose_first_event_takes_long_has_comments_before_it(
+    http, inference, monkeypatch
+):
+    more = asyncio.Event()
+
+    async def script(_):
+        await more.wait()
+        yield delta("a")
+        yield OutputFinished(0, FinishReason.STOP)
+        yield Usage(1, 1, 0)
+
+    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", 0.01)
+    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    inference.script = script
+    async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        assert response.status == 200
+        assert await response.content.readuntil(b"\n\n") == b":\n\n"
+        more.set()
+        rest = (await response.content.read()).lstrip(b":\n")
+    assert rest.startswith(b"data: ")
+    assert b'"text":"a"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_error_that_comes_late_instead_of_the_first_event_is_an_event(
+    http, inference, monkeypatch
+):
+    more = asyncio.Event()
+
+    async def script(_):
+        await more.wait()
+        raise UnavailableError("the worker is gone")
+        yield
+
+    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", 0.01)
+    inference.script = script
+    async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        assert response.status == 200
+        more.set()
+        (event,) = (await response.content.read()).split(b"\n\n")[:-1]
+    assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == "the worker is gone"
+
+
+@pytest.mark.parametrize("status_within_s", [0.01, 60])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(
+    server, inference, monkeypatch, status_within_s, num_prompts
+):
+    begun, ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def script(_):
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.release()
+
+    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", status_within_s)
+    inference.script = script
+    body = json.dumps({"prompt": ["x"] * num_prompts, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection(*server)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    for _ in range(num_prompts):
+        await begun.acquire()
+    if status_within_s < 1:
+        await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    async with asyncio.timeout(10):
+        for live in inference.lives:
+            await ended.acquire()
+            await live.closed.wait()
+    assert len(inference.lives) == num_prompts
 
 
 @pytest.mark.parametrize("stream", [False, True])
