@@ -2,16 +2,18 @@
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.executor import Decoder, Executor
+from gpu_worker.attention import AttentionMetadata
+from gpu_worker.executor import Executor
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.model_runner import Decoder
 from gpu_worker.model_source import open_model
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.step import Int32Array, Limits, NewRow, StepInput
@@ -20,15 +22,22 @@ BLOCK_SIZE = 16
 
 
 class _Watched:
-    """A model whose last hidden states can be looked at."""
+    """A model whose last hidden states can be looked at, those of all tokens."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self.hidden = torch.empty(0)
 
-    def forward(self, *args: object) -> torch.Tensor:
-        self.hidden = self._model.forward(*args)
-        return self.hidden
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        wants_all = replace(metadata, wanted=None)
+        self.hidden = self._model.forward(token_ids, positions, pool, wants_all)
+        return metadata.select(self.hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)

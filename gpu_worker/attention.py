@@ -1,7 +1,7 @@
 """Attention of one layer over the paged KV pool, for a batch of decodes and prefill chunks.
 
-Symbols: `T` tokens, `S` sequences, `M` blocks of the longest block table, `H` query heads, `HKV` kv
-heads, `D` head dim.
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `M` blocks of
+the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,17 @@ class AttentionMetadata:
     """The longest chunk of this step, in tokens."""
     num_decodes: int
     """How many sequences, from the first, have one token."""
+    wanted: "WantedTokens | None" = None
+    """The tokens whose final hidden states are wanted; None: all."""
+
+    @property
+    def num_wanted(self) -> int:
+        """N."""
+        return len(self.slot_mapping if self.wanted is None else self.wanted.places)
+
+    def select(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of something of each token, `[T, ...]`, that of the wanted ones in order: `[N, ...]`."""
+        return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
 
     @cached_property
     def prefill(self) -> "AttentionMetadata | None":
@@ -49,6 +60,19 @@ class AttentionMetadata:
             max_query_len=self.max_query_len,
             num_decodes=0,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedTokens:
+    """The last tokens of each sequence in a step, or none: only their hidden states are wanted.
+
+    The last layer stores K and V of all tokens; what comes after that, only these need.
+    """
+
+    places: torch.Tensor
+    """int64[N]: among the step's tokens, ascending."""
+    metadata: AttentionMetadata
+    """The same sequences with these tokens alone; some may have none."""
 
 
 def paged_attention(
@@ -81,6 +105,18 @@ def paged_attention(
     Returns:
         `[T, H * D]` in `query`'s dtype.
     """
+    store_kv(key, value, pool, layer, metadata)
+    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def store_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+) -> None:
+    """The first half of `paged_attention`."""
     ops.store_kv(
         key,
         value,
@@ -90,7 +126,6 @@ def paged_attention(
         key_scales=pool.key_scales(layer),
         value_scales=pool.value_scales(layer),
     )
-    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def attend(
@@ -104,10 +139,12 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention`, where this step's K and V are in `pool` already; `[T, H * D]`."""
+    """The second half of `paged_attention`: this step's K and V are in `pool` already."""
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
     key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     num_decodes, prefill = metadata.num_decodes, metadata.prefill
+    if len(query) == num_decodes:
+        prefill = None  # of those chunks no token is among the wanted
     parts = []
     if num_decodes:
         parts.append(

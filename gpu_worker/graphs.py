@@ -33,7 +33,7 @@ class Forward(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states `[T, E]`."""
+        """Hidden states `[T, E]`: a graph's metadata wants all."""
 
 
 class GraphBackend(Protocol):

@@ -3,13 +3,14 @@
 Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the longest block table.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from gpu_worker.attention import AttentionMetadata
+from gpu_worker.attention import AttentionMetadata, WantedTokens
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import Int32Array, Int64Array
 from gpu_worker.upload import upload
@@ -26,11 +27,9 @@ class InputBatch:
     positions: torch.Tensor
     """int64[T]: of each token in its sequence."""
     metadata: AttentionMetadata
+    """What it wants are the tokens before the sampled ones."""
     sampling_rows: torch.Tensor
     """int64[N]: rows that sample, each as often as it does."""
-    logits_indices: torch.Tensor | None
-    """int64[N]: places in the batch of the tokens before the sampled ones; None if those are all
-    tokens in order."""
 
 
 def build_input_batch(
@@ -64,47 +63,50 @@ def build_input_batch(
     places, offsets = np.divmod(positions, block_size)  # in block tables and blocks
     blocks = rows.block_tables[row_of_token, places].astype(np.int64)
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    samples_all = len(scheduled.sampling) == len(positions)
+    slots = blocks * block_size + offsets
+    arrays: list[npt.NDArray[Any]] = [
+        positions,
+        slots,
+        _token_ids(rows, row_of_token[num_on_device:], positions[num_on_device:]),
+        scheduled.rows[:num_on_device],
+        scheduled.rows[scheduled.sampling],
+        rows.block_tables[scheduled.rows, :max_num_blocks],
+        seq_lens.astype(np.int32),
+        starts,
+    ]
+    wanted_starts: Int32Array | None = None
+    if len(scheduled.sampling) < len(positions):
+        places, wanted_starts = _places_before_sampled(scheduled, starts)
+        arrays += [places, slots[places], wanted_starts]
     (
         positions_t,
         slot_mapping,
         chunk_token_ids,
         decode_rows,
         sampling_rows,
-        logits_indices,
         block_tables,
         seq_lens_t,
         query_start_loc,
-    ) = upload(
-        [
-            positions,
-            blocks * block_size + offsets,
-            _token_ids(rows, row_of_token[num_on_device:], positions[num_on_device:]),
-            scheduled.rows[:num_on_device],
-            scheduled.rows[scheduled.sampling],
-            _NONE if samples_all else _places_before_sampled(scheduled, starts[:-1]),
-            rows.block_tables[scheduled.rows, :max_num_blocks],
-            seq_lens.astype(np.int32),
-            starts,
-        ],
-        last_token_ids.device,
+        *of_wanted,
+    ) = upload(arrays, last_token_ids.device)
+    metadata = AttentionMetadata(
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        seq_lens=seq_lens_t,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        num_decodes=num_decodes,
     )
+    if wanted_starts is not None:
+        metadata = replace(metadata, wanted=_wanted(metadata, np.diff(wanted_starts), *of_wanted))
     token_ids = last_token_ids.index_select(0, decode_rows)
     if len(chunk_token_ids):
         token_ids = torch.cat([token_ids, chunk_token_ids])
     return InputBatch(
         token_ids=token_ids,
         positions=positions_t,
-        metadata=AttentionMetadata(
-            slot_mapping=slot_mapping,
-            block_tables=block_tables,
-            seq_lens=seq_lens_t,
-            query_start_loc=query_start_loc,
-            max_query_len=max_query_len,
-            num_decodes=num_decodes,
-        ),
+        metadata=metadata,
         sampling_rows=sampling_rows,
-        logits_indices=None if samples_all else logits_indices,
     )
 
 
@@ -115,8 +117,37 @@ def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> I
     return rows.token_ids[row_of_token, positions].astype(np.int64)
 
 
-def _places_before_sampled(scheduled: ScheduledRows, starts: Int32Array) -> Int64Array:
-    """int64[N]: places in the batch of the tokens before the sampled ones; `starts` is `[S]`."""
-    firsts = (starts - scheduled.starts)[scheduled.sampling]  # where position 0 would be
-    places: Int64Array = firsts + scheduled.positions - 1
-    return places
+def _wanted(
+    metadata: AttentionMetadata,
+    lens: Int32Array,  # [S]: how many tokens of each sequence are wanted
+    places: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> WantedTokens:
+    alone = replace(
+        metadata,
+        slot_mapping=slot_mapping,
+        query_start_loc=query_start_loc,
+        max_query_len=int(lens.max()),
+        num_decodes=int(np.logical_and.accumulate(lens == 1).sum()),
+    )
+    return WantedTokens(places, alone)
+
+
+def _places_before_sampled(
+    scheduled: ScheduledRows, starts: Int32Array
+) -> tuple[Int64Array, Int32Array]:
+    """The tokens before the sampled ones: of each sequence its last in the step, or none.
+
+    Args:
+        scheduled: the step.
+        starts: int32[S + 1]: where each sequence's tokens start in the batch.
+
+    Returns:
+        int64[N], their places in the batch, and int32[S + 1], where each sequence's start in that.
+    """
+    firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # where position 0 would be
+    lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))
+    wanted_starts = np.zeros_like(starts)
+    np.cumsum(lens, out=wanted_starts[1:])
+    return firsts + scheduled.positions - 1, wanted_starts

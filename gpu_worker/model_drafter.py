@@ -157,8 +157,6 @@ class ModelDrafter:
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
         """int64[S]: what the sampler draws for each scheduled row, on the device."""
         hidden, batch = self._forward(rows, scheduled)
-        if batch.logits_indices is not None:
-            hidden = hidden.index_select(0, batch.logits_indices)
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
         logits = self._model.logits(hidden)

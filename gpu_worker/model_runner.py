@@ -1,6 +1,7 @@
 """Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -10,6 +11,7 @@ from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.input_batch import build_input_batch
+from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.rows import Rows, ScheduledRows
@@ -31,7 +33,7 @@ class Decoder(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """`[T, hidden]`; stores the tokens' K and V in the pool."""
+        """`[N, hidden]` of the N wanted tokens; stores the K and V of all in the pool."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[S, vocab] of `[S, hidden]`."""
@@ -144,17 +146,21 @@ class ModelRunner:
                 self._limits.block_size,
                 is_all_known=self._is_all_known,
             )
+        is_scored = self._sampler.table.wants_prompt_logprobs[scheduled.rows].any()
+        metadata = replace(batch.metadata, wanted=None) if is_scored else batch.metadata
         with timeline.span("forward"):
-            hidden = self._model.forward(
-                batch.token_ids, batch.positions, self._pool, batch.metadata
+            hidden = self._model.forward(batch.token_ids, batch.positions, self._pool, metadata)
+        if len(hidden) != metadata.num_wanted:
+            raise ModelError(
+                f"{type(self._model).__name__}.forward returned hidden states of {len(hidden)}"
+                f" tokens; metadata.num_wanted is {metadata.num_wanted}"
             )
         prompt_scores = None
-        if self._sampler.table.wants_prompt_logprobs[scheduled.rows].any():
+        if is_scored:
             prompt_scores = score_prompts(
                 hidden, self._rows, scheduled, self._sampler.table, self._model.logits
             )
-        if batch.logits_indices is not None:
-            hidden = hidden.index_select(0, batch.logits_indices)
+            hidden = batch.metadata.select(hidden)
         return hidden, batch.sampling_rows, prompt_scores
 
     def _sample(

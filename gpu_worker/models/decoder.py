@@ -1,7 +1,7 @@
 """One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
-Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
-`I` intermediate size, `V` vocabulary.
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.parallel.ranks import Ranks
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.native_inputs import NativeInputs
+from kernels.cpu.native_inputs import NativeInputs, NativeWanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class Decoder:
             metadata: the batch.
 
         Returns:
-            The final hidden states, normalized: `[T, E]`; before the last stage, what this one
-            has made of them.
+            The final hidden states of `metadata.wanted`, normalized: `[N, E]`; before the last
+            stage, what this one has made of them.
         """
         if self.embedding is None:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
@@ -74,23 +74,34 @@ class Decoder:
                     block_tables=metadata.block_tables,
                     seq_lens=metadata.seq_lens,
                     query_start_loc=metadata.query_start_loc,
+                    wanted=_native_wanted(metadata),
                 )
             )
         eps = self.config.rms_norm_eps
+        wanted = None if self.final_norm is None else metadata.wanted
         out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
         for index, layer in enumerate(self.layers):
             if out is None:
                 normed = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
-            out = self._attend(index, layer, normed, positions, pool, metadata)
+            query = self._store(index, layer, normed, positions, pool, metadata)
+            if wanted is not None and index == len(self.layers) - 1:
+                query, residual = metadata.select(query), metadata.select(residual)
+                metadata = wanted.metadata
+                if not len(query):
+                    return residual
+            attended = attend(
+                query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
+            )
+            out = layer.attention_output(attended)
             normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
             out = layer.feed_forward(normed)
         assert out is not None, "a decoder has at least one layer"
         if self.final_norm is None:
             hidden = residual + out
             self._others.send_on(hidden)
-            return hidden
+            return metadata.select(hidden)
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,7 +126,7 @@ class Decoder:
         assert self.ranks is not None, "the stages of a pipeline know each other"
         return self.ranks
 
-    def _attend(
+    def _store(
         self,
         index: int,
         layer: DecoderLayer,
@@ -123,7 +134,8 @@ class Decoder:
         positions: torch.Tensor,
         pool: KvPool,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:  # [T, E]
+    ) -> torch.Tensor:
+        """Store the tokens' K and V; their queries, rotated: `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(normed).view(
             -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
@@ -134,7 +146,7 @@ class Decoder:
         if layer.qk_norm is not None:
             query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
             key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
-        query = ops.rotary_store_kv(
+        return ops.rotary_store_kv(
             query,
             key,
             value,
@@ -146,6 +158,9 @@ class Decoder:
             key_scales=pool.key_scales(index),
             value_scales=pool.value_scales(index),
         )
-        scale = config.head_dim**-0.5
-        attended = attend(query, pool, index, metadata, scale, window=layer.window)
-        return layer.attention_output(attended)
+
+
+def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
+    if metadata.wanted is None:
+        return None
+    return NativeWanted(metadata.wanted.places, metadata.wanted.metadata.query_start_loc)

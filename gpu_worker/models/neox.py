@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from gpu_worker.attention import AttentionMetadata, paged_attention
+from gpu_worker.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.activation import Activation
 from gpu_worker.models.linear import Linear
@@ -97,8 +97,17 @@ class NeoxDecoder:
             x = self._others.receive(len(token_ids), self.layers[0].attention_norm.weight)
         else:
             x = functional.embedding(token_ids, self.embedding)
+        wanted = None if self.final_norm is None else metadata.wanted
         for index, layer in enumerate(self.layers):
-            attended = self._attend(index, layer, x, positions, pool, metadata)
+            query = self._store(index, layer, x, positions, pool, metadata)
+            if wanted is not None and index == len(self.layers) - 1:
+                query, x = metadata.select(query), metadata.select(x)
+                metadata = wanted.metadata
+                if not len(query):
+                    return x
+            attended = layer.attention_output(
+                attend(query, pool, index, metadata, self.config.head_dim**-0.5)
+            )
             if self.config.is_parallel:
                 x = x + attended + layer.mlp(layer.mlp_norm(x))
             else:
@@ -106,7 +115,7 @@ class NeoxDecoder:
                 x = x + layer.mlp(layer.mlp_norm(x))
         if self.final_norm is None:
             self._others.send_on(x)
-            return x
+            return metadata.select(x)
         return self.final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +129,7 @@ class NeoxDecoder:
         assert self.ranks is not None, "the stages of a pipeline know each other"
         return self.ranks
 
-    def _attend(
+    def _store(
         self,
         index: int,
         layer: NeoxLayer,
@@ -128,7 +137,8 @@ class NeoxDecoder:
         positions: torch.Tensor,
         pool: KvPool,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:  # [T, E]
+    ) -> torch.Tensor:
+        """Store the tokens' K and V; their queries, rotated: `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
         query, key, value = heads.unbind(2)  # [T, H, D] each
@@ -139,10 +149,8 @@ class NeoxDecoder:
         if rotated < config.head_dim:
             query_part = torch.cat((query_part, query[..., rotated:]), dim=-1)
             key_part = torch.cat((key_part, key[..., rotated:]), dim=-1)
-        scale = config.head_dim**-0.5
-        return layer.attention_output(
-            paged_attention(query_part, key_part, value, pool, index, metadata, scale)
-        )
+        store_kv(key_part, value, pool, index, metadata)
+        return query_part
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:

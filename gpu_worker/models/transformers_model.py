@@ -55,7 +55,7 @@ class TransformersModel:
         finally:
             self._pool = self._metadata = None
         hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+        return metadata.select(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""

@@ -3,8 +3,9 @@
 Called op by op, a step of one token spends a third of its time between the ops: in Python, and in
 waking threads.
 
-Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
-`I` intermediate size, `B` blocks, `P` block size, `M` blocks of the longest block table.
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
+size, `M` blocks of the longest block table.
 """
 
 import itertools
@@ -38,7 +39,7 @@ class _Step:
     memory: tuple[torch.Tensor, ...]
     """What lives as long as the program, besides."""
     out: torch.Tensor
-    """[T, E]."""
+    """[N, E]."""
     run: Program
 
 
@@ -65,9 +66,9 @@ class NativeDecoder:
         self._final_norm = final_norm
         self._cos_sin = cos_sin
         self._caches = tuple(caches)
-        self._kept: OrderedDict[tuple[int, int, int], _Step] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, int, int | None], _Step] = OrderedDict()
         self._kept_memory = torch.empty(
-            _num_works(shape, len(layers), _MAX_KEPT_TOKENS)
+            (_num_works(shape, len(layers), _MAX_KEPT_TOKENS) + 1)
             * Workspace.num_elements(shape, _MAX_KEPT_TOKENS)
             + _APART_BYTES // _DTYPE.itemsize,
             dtype=_DTYPE,
@@ -78,7 +79,7 @@ class NativeDecoder:
         """Compute one step's tokens, storing their K and V in the caches.
 
         Returns:
-            The final hidden states, normalized: bfloat16 `[T, E]`.
+            The final hidden states of the wanted tokens, normalized: bfloat16 `[N, E]`.
 
         Raises:
             ValueError: a tensor's shape, dtype or strides do not fit.
@@ -90,7 +91,7 @@ class NativeDecoder:
             step.run()
             return step.out
         width = 1 << (width - 1).bit_length()  # so that few widths occur
-        key = num_tokens, num_seqs, width
+        key = num_tokens, num_seqs, width, inputs.num_wanted
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = self._step(inputs.copied(width), self._kept_memory)
@@ -108,10 +109,16 @@ class NativeDecoder:
         size = num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
         num_works = _num_works(self._shape, len(self._layers), num_tokens, size)
         num_elements = Workspace.num_elements(self._shape, num_tokens)
+        num_wanted = inputs.num_wanted or 0
         if memory is None:
-            memory = torch.empty(num_works * num_elements, dtype=_DTYPE)
+            size_wanted = Workspace.num_elements(self._shape, num_wanted)
+            memory = torch.empty(num_works * num_elements + size_wanted, dtype=_DTYPE)
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
         works = [Workspace.of(self._shape, num_tokens, part) for part in parts]
+        wanted = None
+        if inputs.wanted is not None:
+            rest = memory[num_works * num_elements :]
+            wanted = Workspace.of(self._shape, num_wanted, rest)
         partials = self._partials_for(num_works, size)
         layer_calls = LayerCalls(self._library, self._shape, inputs, self._cos_sin)
 
@@ -121,13 +128,15 @@ class NativeDecoder:
         for i, (layer, caches) in enumerate(zip(self._layers, self._caches, strict=True)):
             work = works[i % num_works]
             firsts.append(len(calls))
-            calls += layer_calls.of(layer, caches, before, work, partials[i % num_works])
-            before = work
+            ends_in = wanted if i == len(self._layers) - 1 else None
+            calls += layer_calls.of(layer, caches, before, work, partials[i % num_works], ends_in)
+            before = work if ends_in is None else ends_in
         assert before is not None, "a decoder has at least one layer"
-        out, total = torch.empty_like(inputs.hidden), torch.empty_like(inputs.hidden)
-        calls.append(
-            layer_calls.norm(before.output, before.mlp_residual, total, self._final_norm, out)
-        )
+        out, total = torch.empty_like(before.output), torch.empty_like(before.output)
+        if len(out):
+            calls.append(
+                layer_calls.norm(before.output, before.mlp_residual, total, self._final_norm, out)
+            )
         # A layer reads what the one before wrote, until that one's memory is another's.
         again = itertools.islice(firsts, num_works, None)
         num_apart = min(

@@ -1,7 +1,8 @@
 """The native calls of one layer of a decoder.
 
-Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
-`I` intermediate size, `B` blocks, `P` block size, `M` blocks of the longest block table.
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
+size, `M` blocks of the longest block table.
 """
 
 from collections.abc import Iterator
@@ -67,10 +68,13 @@ class LayerCalls:
         before: Workspace | None,
         work: Workspace,
         partials: torch.Tensor,
+        wanted: Workspace | None = None,
     ) -> Iterator[Call]:
         """A layer's calls, from what the layer `before` wrote (None: it is the first) to `work`.
 
-        `caches` are its keys and values [B, P, HKV, D]; `partials` is `new_partials`.
+        `caches` are its keys and values [B, P, HKV, D]; `partials` is `new_partials`. Of the last
+        layer `wanted` [N] is where it ends if not all tokens' final hidden states are wanted: all
+        are stored, and what comes after that is for these alone.
         """
         if before is None:
             residual = self._inputs.hidden
@@ -81,7 +85,17 @@ class LayerCalls:
                 before.output, before.mlp_residual, residual, layer.input_norm, work.normed
             )
         yield layer.qkv.call(work.normed, work.qkv.flatten(1))
-        yield from self._attend(layer, caches, work, partials)
+        yield from self._store(layer, caches, work)
+        starts = self._inputs.query_start_loc
+        if wanted is not None:
+            assert self._inputs.wanted is not None, "it is for these"
+            if not len(wanted.query):
+                return
+            places, starts = self._inputs.wanted.places, self._inputs.wanted.query_start_loc
+            yield self._gather(work.query.flatten(1), places, wanted.query.flatten(1))
+            yield self._gather(residual, places, wanted.residual, joins=True)
+            residual, work = wanted.residual, wanted
+        yield from self._attend(layer, caches, work, partials, starts)
         yield layer.attention_output.call(work.attended, work.attention_output)
         yield self.norm(
             work.attention_output, residual, work.mlp_residual, layer.mlp_norm, work.mlp_normed
@@ -106,14 +120,25 @@ class LayerCalls:
             x.stride(0), 0, width, self._shape.rms_norm_eps,
         ))  # fmt: skip
 
-    def _attend(
+    def _gather(
         self,
-        layer: NativeLayer,
-        caches: tuple[torch.Tensor, torch.Tensor],
-        work: Workspace,
-        partials: torch.Tensor,
+        x: torch.Tensor,  # [T, *]
+        places: torch.Tensor,  # int64[N]
+        out: torch.Tensor,  # [N, *]
+        *,
+        joins: bool = False,
+    ) -> Call:
+        """The call that copies the rows at `places`."""
+        gather, size = self._library.gather, x.element_size()
+        return Call(gather, gather.pack(
+            len(places), x.shape[1] * size, x.stride(0) * size,
+            x.data_ptr(), places.data_ptr(), out.data_ptr(),
+        ), joins)  # fmt: skip
+
+    def _store(
+        self, layer: NativeLayer, caches: tuple[torch.Tensor, torch.Tensor], work: Workspace
     ) -> Iterator[Call]:
-        """From `work.qkv` to `work.attended`."""
+        """From `work.qkv` to `work.query` and the caches."""
         library, shape, inputs = self._library, self._shape, self._inputs
         dtype, num_tokens = DTYPES[_DTYPE], len(work.qkv)
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
@@ -144,12 +169,24 @@ class LayerCalls:
             work.key.stride(0), work.key.stride(1), value.stride(0), value.stride(1),
             *key_cache.stride()[:3], *value_cache.stride()[:3],
         ), joins=True)  # fmt: skip
+
+    def _attend(
+        self,
+        layer: NativeLayer,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        work: Workspace,
+        partials: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> Iterator[Call]:
+        """From `work.query`, of which each sequence's rows start there, to `work.attended`."""
+        library, inputs = self._library, self._inputs
+        (num_tokens, num_heads, head_dim), (key_cache, value_cache) = work.query.shape, caches
         attention = library.attention.pack(
-            dtype, 0, len(inputs.seq_lens), num_tokens, num_heads, num_kv_heads, head_dim,
-            key_cache.shape[1], layer.window or 0,
+            DTYPES[_DTYPE], 0, len(inputs.seq_lens), num_tokens, num_heads, key_cache.shape[2],
+            head_dim, key_cache.shape[1], layer.window or 0,
             work.query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), 0, 0,
             inputs.block_tables.data_ptr(), inputs.seq_lens.data_ptr(),
-            inputs.query_start_loc.data_ptr(), 0, work.attended.data_ptr(), partials.data_ptr(),
+            query_start_loc.data_ptr(), 0, work.attended.data_ptr(), partials.data_ptr(),
             *work.query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             *scale_strides(None), *scale_strides(None),
             inputs.block_tables.stride(0), head_dim**-0.5, 0.0,

@@ -105,6 +105,7 @@ class Library:
         self.rotary = Kernel(library, "rotary", "5q6P5q")
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
         self.store_kv = Kernel(library, "store_kv", "5q5P10q")
+        self.gather = Kernel(library, "gather", "3q3P")
         self.suppress = Kernel(library, "suppress", "2q3P2q")
         self.attention = Kernel(library, "attention", "9q11P15q2d")
         self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")

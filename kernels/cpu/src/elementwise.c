@@ -1,4 +1,5 @@
-/* Norms, rotation, gating and storing: one token is one row, and each row is computed alone. */
+/* Norms, rotation, gating, storing and gathering: one token is one row, and each row is computed
+ * alone. */
 #include "simd.h"
 #include "threads.h"
 
@@ -252,4 +253,35 @@ int64_t quire_store_kv_count(const void *args)
 void quire_store_kv(const struct store_kv *a)
 {
     run_call(store_kv_elems(a) > ROWS_WORTH_IT, quire_store_kv_share, quire_store_kv_count, a);
+}
+
+/* out[n] = x[rows[n]]. */
+struct gather {
+    int64_t num_rows, row_bytes, stride_bytes; /* the last of x */
+    const char *x;
+    const int64_t *rows; /* [N] */
+    char *out;           /* [N, row_bytes] */
+};
+
+void quire_gather_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct gather *a = args;
+    int64_t end = share_start(a->num_rows, share + 1, num_shares);
+    for (int64_t n = share_start(a->num_rows, share, num_shares); n < end; n++)
+        memcpy(a->out + n * a->row_bytes, a->x + a->rows[n] * a->stride_bytes, a->row_bytes);
+}
+
+static int64_t gather_elems(const struct gather *a)
+{
+    return a->num_rows * a->row_bytes / 2; /* of bf16 */
+}
+
+int64_t quire_gather_count(const void *args)
+{
+    return shares_of(gather_elems(args), SHARE_ELEMS);
+}
+
+void quire_gather(const struct gather *a)
+{
+    run_call(gather_elems(a) > ROWS_WORTH_IT, quire_gather_share, quire_gather_count, a);
 }

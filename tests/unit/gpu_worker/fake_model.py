@@ -68,6 +68,7 @@ class FakeModel:
         written = torch.stack([token_ids, positions], dim=1)
         is_stored = metadata.slot_mapping != PAD_SLOT
         pool.slots.view(-1, 2)[metadata.slot_mapping[is_stored]] = written[is_stored]
+        self._check_wanted(metadata, positions)
         hidden = np.zeros((len(token_ids), 1))
         for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
             table = metadata.block_tables[seq].long()
@@ -79,7 +80,27 @@ class FakeModel:
                 known = tokens[: seq_len - back]
                 broken = known[-1] == self.nan_after
                 hidden[end - 1 - back] = np.nan if broken else context_hash(known)
-        return torch.from_numpy(hidden)
+        return metadata.select(torch.from_numpy(hidden))
+
+    @staticmethod
+    def _check_wanted(metadata, positions):
+        """The wanted tokens are each sequence's last ones, and described like a step's."""
+        if metadata.wanted is None:
+            return
+        places, wanted = metadata.wanted.places, metadata.wanted.metadata
+        assert metadata.num_wanted == len(places) < len(positions)
+        assert torch.equal(wanted.slot_mapping, metadata.slot_mapping[places])
+        assert wanted.seq_lens is metadata.seq_lens
+        assert wanted.block_tables is metadata.block_tables
+        lens = wanted.query_start_loc.diff()
+        assert (lens[: wanted.num_decodes] == 1).all()
+        assert (lens[wanted.num_decodes :][:1] != 1).all()
+        assert int(lens.max()) == wanted.max_query_len
+        ends = metadata.query_start_loc[1:].tolist()
+        last_ones = [
+            range(end - count, end) for end, count in zip(ends, lens.tolist(), strict=True)
+        ]
+        assert places.tolist() == [place for places in last_ones for place in places]
 
     def logits(self, hidden):
         values = hidden[:, 0]

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
 
 from gpu_worker.executor import Executor
+from gpu_worker.json_fields import ModelError
 from gpu_worker.sampling_params import SamplingParams
 from gpu_worker.sequence_spans import SequenceSpans
 from gpu_worker.step import Limits, NewRow, StepInput
@@ -363,3 +366,19 @@ def test_prefill_that_is_cut_off_has_a_span_and_no_decode():
     driver.step(new_rows=(traced,), chunk_rows=[0], chunk_lens=[4])
     driver.executor.reset()
     assert [span[0] for span in recorded.spans] == ["step", "prefill", "prefill_chunk"]
+
+
+class UnselectingModel(FakeModel):
+    """Looks at nothing that metadata wants."""
+
+    def forward(self, token_ids, positions, pool, metadata):
+        return super().forward(token_ids, positions, pool, replace(metadata, wanted=None))
+
+
+def test_a_model_that_returns_more_than_is_wanted_is_told_both_numbers():
+    driver = Driver(model=UnselectingModel())
+    message = (
+        r"UnselectingModel\.forward returned hidden states of 7 tokens; metadata.num_wanted is 1"
+    )
+    with pytest.raises(ModelError, match=message):
+        driver.step(new_rows=(new_row(3, PROMPT, [9, 4]),), chunk_rows=[3], chunk_lens=[7])
