@@ -11,6 +11,7 @@ from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import Limits
+from kernels import ops
 from kernels.cpu import decoder
 from kernels.cpu.library import native
 from tests.unit.gpu_worker.models.paged_loop import CPU, load
@@ -47,6 +48,7 @@ CASES = {
     "a short prompt": Case((0,), (40,), (1,)),
     "decodes and prompts": Case((20, 9, 0, 0), (1, 1, 30, 17), (1, 1, 1, 1), 2),
     "decodes and inner chunks": Case((20, 0, 33, 0), (1, 40, 60, 8), (1, 0, 1, 0), 1),
+    "decodes before an inner chunk": Case((20, 9, 0), (1, 1, 40), (1, 1, 0), 2),
     "inner chunks": Case((0, 16), (16, 90), (0, 0)),
     "a short inner chunk": Case((30,), (20,), (0,)),
     "guesses": Case((20, 35, 7, 0, 3), (1, 4, 2, 40, 5), (1, 4, 2, 1, 0), 1),
@@ -141,7 +143,14 @@ def test_in_one_native_call_or_op_by_op_in_bfloat16(model_dirs, monkeypatch, fam
     ("family", "overrides"),
     [*MODELS.items(), ("mixtral", {}), ("gpt_neox", {"use_parallel_residual": False})],
 )
-def test_op_by_op_in_float32(model_dirs, family, overrides, case):
+def test_op_by_op_in_float32(model_dirs, monkeypatch, family, overrides, case):
+    attend = ops.paged_attention_prefill
+
+    def attend_as_on_a_gpu(query, *args, **options):
+        assert 0 < args[5] <= len(query), "max_query_len is of these queries"
+        return attend(query, *args, **options)
+
+    monkeypatch.setattr(ops, "paged_attention_prefill", attend_as_on_a_gpu)
     assert_same(load(model_dirs.get(family, **LONG, **overrides)), case)
 
 
