@@ -73,6 +73,7 @@ class NativeDecoder:
             + _APART_BYTES // _DTYPE.itemsize,
             dtype=_DTYPE,
         )
+        self._memory = torch.empty(0, dtype=_DTYPE)
         self._partials = torch.empty(0, dtype=torch.float32)
 
     def forward(self, inputs: NativeInputs) -> torch.Tensor:
@@ -111,8 +112,9 @@ class NativeDecoder:
         num_elements = Workspace.num_elements(self._shape, num_tokens)
         num_wanted = inputs.num_wanted or 0
         if memory is None:
-            size_wanted = Workspace.num_elements(self._shape, num_wanted)
-            memory = torch.empty(num_works * num_elements + size_wanted, dtype=_DTYPE)
+            memory = self._memory_for(
+                num_works * num_elements + Workspace.num_elements(self._shape, num_wanted)
+            )
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
         works = [Workspace.of(self._shape, num_tokens, part) for part in parts]
         wanted = None
@@ -145,6 +147,16 @@ class NativeDecoder:
         )
         program = Program(self._library, calls, num_apart)
         return _Step(inputs, (memory, partials, total), out, program)
+
+    def _memory_for(self, num_elements: int) -> torch.Tensor:
+        """bfloat16, at least so many, for a step that is not kept.
+
+        It stays for the next: pages that the system gives anew, it clears, which of a step of
+        2,048 tokens would be a twentieth of the time.
+        """
+        if self._memory.numel() < num_elements:
+            self._memory = torch.empty(num_elements, dtype=_DTYPE)
+        return self._memory
 
     def _partials_for(self, num_works: int, size: int) -> torch.Tensor:
         """float32[num_works, size]: for attention's partial results; kept for other steps."""
