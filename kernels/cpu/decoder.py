@@ -151,8 +151,8 @@ class NativeDecoder:
     def _memory_for(self, num_elements: int) -> torch.Tensor:
         """bfloat16, at least so many, for a step that is not kept.
 
-        It stays for the next: pages that the system gives anew, it clears, which of a step of
-        2,048 tokens would be a twentieth of the time.
+        It stays for the next: the system clears pages that it gives anew, which would take some
+        hundredths of the time of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
             self._memory = torch.empty(num_elements, dtype=_DTYPE)
