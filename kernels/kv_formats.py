@@ -8,8 +8,8 @@ head: the number of the model is the stored one times its scale. With x a row,
 
 Rounded up, because what is stored then never exceeds the largest, and the error is at most half a
 step of the scale: 1/253 of the row's largest number for int8, and for fp8 (e4m3) 1/16 of the number
-itself, or for small ones 1/457,000 of the largest. A row with an infinity or NaN is not finite when
-read.
+itself, or for small ones 1/457,000 of the largest. A row with an infinity or NaN has an infinite
+scale, and is not finite when read.
 """
 
 from typing import Final

@@ -5,9 +5,11 @@ import torch
 from gpu_worker.kv_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
+from kernels.cpu.caches import LayerCaches
 from kernels.cpu.decoder import NativeDecoder
 from kernels.cpu.layer_calls import NativeLayer, NativeLinear, can_gate
 from kernels.cpu.workspace import NativeShape
+from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
@@ -40,18 +42,26 @@ class NativeLayers:
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
         """The layers over this pool's memory; None: they run op by op."""
-        if not self._is_whole or pool.layout.is_quantized:
+        if not self._is_whole:
             return None
-        key_cache = pool.key_cache(0)
-        if key_cache.dtype is not self._final_norm.dtype:
-            return None
-        if self._key_cache is not key_cache:
-            caches = [(pool.key_cache(i), pool.value_cache(i)) for i in range(len(self._layers))]
-            self._decoder = NativeDecoder(
-                self._shape, self._layers, self._final_norm, self._cos_sin, caches
-            )
-            self._key_cache = key_cache
+        if self._key_cache is not pool.key_cache(0):
+            self._decoder = self._made_for(pool)
+            self._key_cache = pool.key_cache(0)
         return self._decoder
+
+    def _made_for(self, pool: KvPool) -> NativeDecoder | None:
+        if not set(pool.layout.dtypes) <= {self._final_norm.dtype, *LARGEST}:
+            return None
+        caches = [
+            LayerCaches(
+                pool.key_cache(index),
+                pool.value_cache(index),
+                pool.key_scales(index),
+                pool.value_scales(index),
+            )
+            for index in range(len(self._layers))
+        ]
+        return NativeDecoder(self._shape, self._layers, self._final_norm, self._cos_sin, caches)
 
 
 def _native_layer(layer: DecoderLayer) -> NativeLayer | None:

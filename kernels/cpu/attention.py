@@ -10,7 +10,8 @@ import torch
 
 from kernels import reference
 from kernels.checks import check_paged, check_tensor
-from kernels.cpu.library import DTYPES, KV_FORMATS, Library, native
+from kernels.cpu.caches import address, kv_format, scale_strides
+from kernels.cpu.library import DTYPES, Library, native
 
 _SPLIT: Final = 512
 """Positions that a lone token looks at in one piece of work; `SPLIT` in C."""
@@ -155,18 +156,3 @@ def _attend(
         block_tables.stride(0), scale, softcap or 0.0,
     )  # fmt: skip
     return out
-
-
-def kv_format(cache: torch.Tensor, scales: torch.Tensor | None) -> int:
-    """What C calls the format of a cache."""
-    return 0 if scales is None else KV_FORMATS[cache.dtype]
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    """Of a tensor's memory; 0 if there is none."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Over B, P and HKV; zeros if there are none."""
-    return (0, 0, 0) if scales is None else scales.stride()

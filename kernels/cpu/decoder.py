@@ -17,6 +17,7 @@ from typing import Final
 import torch
 
 from kernels.cpu.attention import num_partials
+from kernels.cpu.caches import LayerCaches
 from kernels.cpu.layer_calls import LayerCalls, NativeLayer
 from kernels.cpu.library import Call, Program, native
 from kernels.cpu.native_inputs import NativeInputs
@@ -52,11 +53,11 @@ class NativeDecoder:
         layers: Sequence[NativeLayer],
         final_norm: torch.Tensor,
         cos_sin: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerCaches],
     ) -> None:
-        """`caches` are each layer's keys and values, bfloat16 views [B, P, HKV, D].
+        """`caches` are each layer's, quantized or bfloat16; `final_norm` is `[E]`.
 
-        `final_norm` is `[E]`, `cos_sin` float32 `[max_model_len, D]`.
+        `cos_sin` is float32 `[max_model_len, D]`.
         """
         library = native()
         assert library is not None, "packed linears exist only where native code does"
@@ -106,7 +107,7 @@ class NativeDecoder:
 
     def _step(self, inputs: NativeInputs, memory: torch.Tensor | None) -> _Step:
         num_tokens, (num_seqs, width) = inputs.hidden.shape[0], inputs.block_tables.shape
-        max_len = width * self._caches[0][0].shape[1]
+        max_len = width * self._caches[0].keys.shape[1]
         size = num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
         num_works = _num_works(self._shape, len(self._layers), num_tokens, size)
         num_elements = Workspace.num_elements(self._shape, num_tokens)

@@ -11,11 +11,12 @@ from typing import Final, TypeAlias
 
 import torch
 
-from kernels.cpu.attention import scale_strides
+from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
 from kernels.cpu.library import DTYPES, Call, Library
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.native_inputs import NativeInputs
 from kernels.cpu.quantized import QuantizedLinear
+from kernels.cpu.store import store_fields
 from kernels.cpu.workspace import NativeShape, Workspace
 
 NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
@@ -64,7 +65,7 @@ class LayerCalls:
     def of(
         self,
         layer: NativeLayer,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        caches: LayerCaches,
         before: Workspace | None,
         work: Workspace,
         partials: torch.Tensor,
@@ -72,9 +73,9 @@ class LayerCalls:
     ) -> Iterator[Call]:
         """A layer's calls, from what the layer `before` wrote (None: it is the first) to `work`.
 
-        `caches` are its keys and values [B, P, HKV, D]; `partials` is `new_partials`. Of the last
-        layer `wanted` [N] is where it ends if not all tokens' final hidden states are wanted: all
-        are stored, and what comes after that is for these alone.
+        `partials` is `new_partials`. Of the last layer `wanted` [N] is where it ends if not all
+        tokens' final hidden states are wanted: all are stored, and what comes after that is for
+        these alone.
         """
         if before is None:
             residual = self._inputs.hidden
@@ -135,14 +136,11 @@ class LayerCalls:
             x.data_ptr(), places.data_ptr(), out.data_ptr(),
         ), joins)  # fmt: skip
 
-    def _store(
-        self, layer: NativeLayer, caches: tuple[torch.Tensor, torch.Tensor], work: Workspace
-    ) -> Iterator[Call]:
+    def _store(self, layer: NativeLayer, caches: LayerCaches, work: Workspace) -> Iterator[Call]:
         """From `work.qkv` to `work.query` and the caches."""
         library, shape, inputs = self._library, self._shape, self._inputs
         dtype, num_tokens = DTYPES[_DTYPE], len(work.qkv)
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        (key_cache, value_cache), head_dim = caches, shape.head_dim
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = torch.split(work.qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         joins = False
         if layer.qk_norm is not None:
@@ -163,32 +161,30 @@ class LayerCalls:
             self._cos_sin.stride(0),
         ), joins)  # fmt: skip
         yield Call(library.store_kv, library.store_kv.pack(
-            _DTYPE.itemsize, num_tokens, num_kv_heads, head_dim, key_cache.shape[1],
-            work.key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-            inputs.slot_mapping.data_ptr(),
-            work.key.stride(0), work.key.stride(1), value.stride(0), value.stride(1),
-            *key_cache.stride()[:3], *value_cache.stride()[:3],
+            *store_fields(work.key, value, caches, inputs.slot_mapping),
         ), joins=True)  # fmt: skip
 
     def _attend(
         self,
         layer: NativeLayer,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        caches: LayerCaches,
         work: Workspace,
         partials: torch.Tensor,
         query_start_loc: torch.Tensor,
     ) -> Iterator[Call]:
         """From `work.query`, of which each sequence's rows start there, to `work.attended`."""
         library, inputs = self._library, self._inputs
-        (num_tokens, num_heads, head_dim), (key_cache, value_cache) = work.query.shape, caches
+        keys, values = caches.keys, caches.values
+        num_tokens, num_heads, head_dim = work.query.shape
         attention = library.attention.pack(
-            DTYPES[_DTYPE], 0, len(inputs.seq_lens), num_tokens, num_heads, key_cache.shape[2],
-            head_dim, key_cache.shape[1], layer.window or 0,
-            work.query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), 0, 0,
+            DTYPES[_DTYPE], kv_format(keys, caches.key_scales), len(inputs.seq_lens),
+            num_tokens, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
+            work.query.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            address(caches.key_scales), address(caches.value_scales),
             inputs.block_tables.data_ptr(), inputs.seq_lens.data_ptr(),
             query_start_loc.data_ptr(), 0, work.attended.data_ptr(), partials.data_ptr(),
-            *work.query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-            *scale_strides(None), *scale_strides(None),
+            *work.query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+            *scale_strides(caches.key_scales), *scale_strides(caches.value_scales),
             inputs.block_tables.stride(0), head_dim**-0.5, 0.0,
         )  # fmt: skip
         yield Call(library.attention, attention)

@@ -104,7 +104,7 @@ class Library:
         self.rms_norm = Kernel(library, "rms_norm", "4q5P3qd")
         self.rotary = Kernel(library, "rotary", "5q6P5q")
         self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
-        self.store_kv = Kernel(library, "store_kv", "5q5P10q")
+        self.store_kv = Kernel(library, "store_kv", "5qP" + 2 * "q3P8q")
         self.gather = Kernel(library, "gather", "3q3P")
         self.suppress = Kernel(library, "suppress", "2q3P2q")
         self.attention = Kernel(library, "attention", "9q11P15q2d")

@@ -6,8 +6,9 @@ Symbols: `T` tokens, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
 import torch
 
 from kernels import reference
-from kernels.checks import check_tensor
-from kernels.cpu.library import native
+from kernels.checks import check_caches, check_tensor
+from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
+from kernels.cpu.library import DTYPES, native
 
 
 def store_kv(
@@ -24,14 +25,17 @@ def store_kv(
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens of one slot are a caller's error,
-    as is a slot of a block that does not exist. With scales, the caches are quantized, and the
-    twin takes over.
+    as is a slot of a block that does not exist.
+
+    With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
+    `kernels.kv_formats` says, to the bits of the twin.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
     """
     library = native()
-    if library is None or key_scales is not None:
+    is_quantized = key_scales is not None or value_scales is not None
+    if library is None or (is_quantized and key.dtype not in DTYPES):
         reference.store_kv(
             key, value, key_cache, value_cache, slot_mapping,
             key_scales=key_scales, value_scales=value_scales,
@@ -42,13 +46,27 @@ def store_kv(
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
     check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), key.dtype, key_cache)
     check_tensor("value", value, (num_tokens, num_kv_heads, head_dim), key.dtype, key)
-    check_tensor("key_cache", key_cache, cache_shape, key.dtype, key)
-    check_tensor("value_cache", value_cache, cache_shape, key.dtype, key)
+    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
-    library.store_kv(
-        key.element_size(), num_tokens, num_kv_heads, head_dim, block_size,
-        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        *key_cache.stride()[:3], *value_cache.stride()[:3],
+    caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
+    library.store_kv(*store_fields(key, value, caches, slot_mapping))
+
+
+def store_fields(
+    key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor
+) -> tuple[int, ...]:
+    """The fields of C's `store_kv`, of tensors as `store_kv` takes them."""
+    return (
+        key.element_size(), *key.shape, caches.keys.shape[1], slot_mapping.data_ptr(),
+        *_side(key, caches.keys, caches.key_scales),
+        *_side(value, caches.values, caches.value_scales),
+    )  # fmt: skip
+
+
+def _side(
+    new: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[int, ...]:
+    return (
+        kv_format(cache, scales), new.data_ptr(), cache.data_ptr(), address(scales),
+        *new.stride()[:2], *cache.stride()[:3], *scale_strides(scales),
     )  # fmt: skip

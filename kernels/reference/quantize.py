@@ -11,7 +11,8 @@ from kernels.kv_formats import LARGEST, SCALE_DTYPE
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `x` [..., D] as numbers of `dtype` [..., D], and scales [...]."""
     numbers = x.float()
-    scales = _rounded_up(numbers.abs().amax(-1) / LARGEST[dtype])  # [...]
+    largest = numbers.abs().amax(-1).nan_to_num(nan=torch.inf, posinf=torch.inf)  # [...]
+    scales = _rounded_up(largest / LARGEST[dtype])
     divisors = scales.masked_fill(scales == 0, 1.0)  # of rows of zeros
     quotients = numbers / divisors.unsqueeze(-1)
     if dtype is torch.int8:

@@ -1,8 +1,12 @@
+import ctypes
+
 import pytest
 import torch
 
 from kernels import reference
+from kernels.cpu import attention
 from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
+from kernels.cpu.library import native
 from tests.kernels.tensors import (
     dense_attention,
     far_apart,
@@ -100,6 +104,35 @@ def test_a_row_depends_on_nothing_but_its_own_sequence(window, num_threads, dtyp
                 window=window,
             )
             assert torch.equal(alone[0], together[starts[seq] + row])
+
+
+class InShares:
+    """The library's attention, done in a number of shares, from the last to the first."""
+
+    def __init__(self, num_shares):
+        self._num_shares = num_shares
+
+    def attention(self, *fields):
+        kernels = native().attention, native().merge_splits
+        for kernel in kernels:
+            share = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
+            do_share = share(kernel.share_address)
+            for index in reversed(range(self._num_shares)):
+                do_share(kernel.pack(*fields), index, self._num_shares)
+
+
+@pytest.mark.skipif(native() is None, reason="needs native code")
+@pytest.mark.parametrize("num_shares", [2, 5, 64, 256])
+@pytest.mark.parametrize("window", [None, 600])
+def test_any_number_of_shares_does_all_of_it(window, num_shares, monkeypatch):
+    chunks = CHUNKS + [(1, 513), (1, 3), (0, 0), (1, 1600)]
+    query_lens, seq_lens = zip(*chunks, strict=True)
+    paged = make_paged(seq_lens, 2, 32, 16, torch.bfloat16, "cpu")
+    query = torch.randn(sum(query_lens) + 3, 6, 32).bfloat16()
+    args = query, *paged.args, starts_of(query_lens), max(query_lens), 0.2
+    whole = paged_attention_prefill(*args, window=window)
+    monkeypatch.setattr(attention, "native", lambda: InShares(num_shares))
+    assert torch.equal(paged_attention_prefill(*args, window=window), whole)
 
 
 @native_dtypes

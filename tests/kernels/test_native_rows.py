@@ -1,4 +1,4 @@
-"""Norms, rotation, gating and storing in C, against their twins."""
+"""Norms, rotation and gating in C, against their twins."""
 
 import pytest
 import torch
@@ -64,30 +64,11 @@ def test_rotary_is_the_twin_s(num_tokens, head_dim, dtype):
         assert_close(ours, twin)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_store_kv_is_the_twin_s(num_tokens, dtype):
-    pool = torch.zeros(9, 3, 2, 4, 2, 24, dtype=dtype)
-    twin_pool = torch.zeros_like(pool)
-    key = strided((num_tokens, 2, 24), dtype, "cpu")
-    value = strided((num_tokens, 2, 24), dtype, "cpu")
-    slots = torch.randperm(36)[:num_tokens]
-    slots[1::3] = -1
-    ops.store_kv(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
-    reference.store_kv(key, value, twin_pool[:, 1, 0], twin_pool[:, 1, 1], slots)
-    assert torch.equal(pool, twin_pool)
-
-
 def test_rows_reach_past_int32_offsets():
     x = far_apart((3, 40), torch.bfloat16, "cpu")
     weight = torch.randn(40, dtype=torch.bfloat16)
     assert_close(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
     assert_close(ops.silu_mul(x), reference.silu_mul(x))
-    cache = far_apart((3, 8, 2, 16), torch.bfloat16, "cpu")
-    key = torch.randn(1, 2, 16, dtype=torch.bfloat16)
-    ops.store_kv(key, key, cache[:, :4], cache[:, 4:], torch.tensor([11]))
-    assert torch.equal(cache[2, 3], key[0])
-    assert torch.equal(cache[2, 7], key[0])
 
 
 def test_rows_name_the_tensor_that_does_not_fit():
@@ -103,6 +84,3 @@ def test_rows_name_the_tensor_that_does_not_fit():
         ops.rotary(query, query, table(4, 8), positions)
     with pytest.raises(ValueError, match=r"positions has dtype torch\.int32"):
         ops.rotary(query, query, table(4, 16), positions.int())
-    cache = torch.zeros(3, 4, 2, 16)
-    with pytest.raises(ValueError, match=r"key_cache has shape \(3, 4, 2, 16\)"):
-        ops.store_kv(query, query, cache, cache, positions)

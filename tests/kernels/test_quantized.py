@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, ops, reference
+from kernels.cpu.store import store_kv as native_store_kv
 from kernels.decode import paged_attention_decode
 from kernels.prefill import paged_attention_prefill
 from kernels.reference.quantize import dequantize
@@ -12,7 +13,18 @@ from tests.kernels.tensors import FAR, dense_attention, make_quantized, options,
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 
 every_stored = pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-every_store = pytest.mark.parametrize("store", [store_kv, reference.store_kv])
+every_store = pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(store_kv, id="triton"),
+        pytest.param(
+            native_store_kv,
+            id="native",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it stores on a CPU"),
+        ),
+        pytest.param(reference.store_kv, id="twin"),
+    ],
+)
 
 SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (3, 3, 7, 3)]  # H, HKV, D, P
 SHAPE_NAMES = ("num_heads", "num_kv_heads", "head_dim", "block_size")

@@ -14,7 +14,7 @@
 
 enum {
     SHARE_COST = 2048, /* some microseconds */
-    MOST_SHARES = 16,  /* each goes through all items */
+    MOST_SHARES = 64,  /* each goes through the sequences before it */
     MERGED_HEADS = 32, /* of a share */
 };
 
@@ -251,9 +251,8 @@ INLINE void attend_item(dtype type, const struct attention *a, const struct scra
 }
 
 /* The splits of a lone token, merged in order into `all`; `partials` are those of its kv head. */
-INLINE void merge_splits(dtype type, const struct attention *a, int64_t width,
-                         const struct item *item, const float *partials, int64_t num_splits,
-                         float *all)
+INLINE void merge_splits(dtype type, const struct attention *a, int64_t width, int64_t token,
+                         int64_t kv_head, const float *partials, int64_t num_splits, float *all)
 {
     int64_t group = group_of(a), row_floats = width + 2;
     for (int64_t g = 0; g < group; g++) {
@@ -262,7 +261,7 @@ INLINE void merge_splits(dtype type, const struct attention *a, int64_t width,
             const float *one = partials + (split * group + g) * row_floats;
             merge_row(width, all, all + 1, all + 2, one[0], one[1], one + 2);
         }
-        finish_row(type, a, item->token, item->kv_head * group + g, all[0], all[1], all + 2);
+        finish_row(type, a, token, kv_head * group + g, all[0], all[1], all + 2);
     }
 }
 
@@ -272,37 +271,36 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
 {
     struct scratch s = make_scratch(type, a);
     int64_t begin = share_start(total_cost, share, num_shares);
-    int64_t end = share_start(total_cost, share + 1, num_shares);
+    int64_t end = share_start(total_cost, share + 1, num_shares), row_floats = s.width + 2;
     struct walk w = {0};
     struct item item, next;
-    int64_t before = 0, cost, next_cost, partial = 0, row_floats = s.width + 2;
-    bool is_there = next_item(a, &w, &item, &cost);
+    skip_seqs(a, &w, begin);
+    int64_t before = w.cost, partial = w.num_partials;
+    bool is_there = next_item(a, &w, &item);
     while (is_there && before < end) {
-        int64_t num_partials = w.num_partials;
-        is_there = next_item(a, &w, &next, &next_cost);
+        int64_t after = w.cost, num_partials = w.num_partials;
+        is_there = next_item(a, &w, &next);
         if (before >= begin) {
             if (is_there) prefetch(type, a, &next, next.start, next.end);
             if (num_partials > partial) item.partial = a->partials + partial * row_floats;
             attend_item(type, a, &s, &item);
         }
         partial = num_partials;
-        before += cost;
-        item = next, cost = next_cost;
+        before = after;
+        item = next;
     }
 }
 
 INLINE void merge_share(dtype type, const struct attention *a, int64_t share, int64_t num_shares)
 {
-    int64_t width = ceil_div(a->head_dim, LANES) * LANES, heads = 0, first = 0, cost;
-    struct walk w = {0};
-    struct item item;
+    int64_t width = ceil_div(a->head_dim, LANES) * LANES, heads = 0;
+    const float *partials = a->partials;
     float *all = (float *)thread_memory(4 * (width + 2));
-    while (next_item(a, &w, &item, &cost)) {
-        if (w.num_partials == first || w.start != 0) continue; /* not a head's last split */
-        int64_t num_splits = (w.num_partials - first) / group_of(a);
-        if (heads++ % num_shares == share)
-            merge_splits(type, a, width, &item, a->partials + first * (width + 2), num_splits, all);
-        first = w.num_partials;
+    for (int64_t seq = 0; seq < a->num_seqs; seq++) {
+        int64_t num_splits = num_splits_of(a, seq), head_floats = num_splits * group_of(a) * (width + 2);
+        for (int64_t h = 0; h < a->num_kv_heads && num_splits > 1; h++, partials += head_floats)
+            if (heads++ % num_shares == share)
+                merge_splits(type, a, width, query_start(a, seq), h, partials, num_splits, all);
     }
 }
 
@@ -322,10 +320,8 @@ static void clear_unowned(const struct attention *a)
 static int64_t total_cost(const struct attention *a)
 {
     struct walk w = {0};
-    struct item item;
-    int64_t cost, total = 0;
-    while (next_item(a, &w, &item, &cost)) total += cost;
-    return total;
+    skip_seqs(a, &w, INT64_MAX);
+    return w.cost;
 }
 
 int64_t quire_attention_count(const void *args)

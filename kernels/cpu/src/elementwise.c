@@ -1,5 +1,4 @@
-/* Norms, rotation, gating, storing and gathering: one token is one row, and each row is computed
- * alone. */
+/* Norms, rotation, gating and gathering: one token is one row, and each row is computed alone. */
 #include "simd.h"
 #include "threads.h"
 
@@ -205,54 +204,6 @@ int64_t quire_silu_mul_count(const void *args)
 void quire_silu_mul(const struct silu_mul *a)
 {
     run_call(silu_mul_elems(a) > ROWS_WORTH_IT, quire_silu_mul_share, quire_silu_mul_count, a);
-}
-
-/* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
-struct store_kv {
-    int64_t elem_bytes;
-    int64_t num_tokens, num_kv_heads, head_dim, block_size;
-    const char *key, *value; /* [T, HKV, D] */
-    char *key_cache, *value_cache; /* [B, P, HKV, D] */
-    const int64_t *slot_mapping;   /* [T] */
-    /* Strides in elements. */
-    int64_t key_stride_t, key_stride_h, value_stride_t, value_stride_h;
-    int64_t key_cache_stride_b, key_cache_stride_p, key_cache_stride_h;
-    int64_t value_cache_stride_b, value_cache_stride_p, value_cache_stride_h;
-};
-
-void quire_store_kv_share(const void *args, int64_t share, int64_t num_shares)
-{
-    const struct store_kv *a = args;
-    int64_t end = share_start(a->num_tokens, share + 1, num_shares);
-    int64_t bytes = a->elem_bytes, row_bytes = a->head_dim * bytes;
-    for (int64_t t = share_start(a->num_tokens, share, num_shares); t < end; t++) {
-        int64_t slot = a->slot_mapping[t];
-        if (slot < 0) continue; /* PAD_SLOT */
-        int64_t block = slot / a->block_size, offset = slot % a->block_size;
-        int64_t to_key = block * a->key_cache_stride_b + offset * a->key_cache_stride_p;
-        int64_t to_value = block * a->value_cache_stride_b + offset * a->value_cache_stride_p;
-        for (int64_t h = 0; h < a->num_kv_heads; h++) {
-            memcpy(a->key_cache + (to_key + h * a->key_cache_stride_h) * bytes,
-                   a->key + (t * a->key_stride_t + h * a->key_stride_h) * bytes, row_bytes);
-            memcpy(a->value_cache + (to_value + h * a->value_cache_stride_h) * bytes,
-                   a->value + (t * a->value_stride_t + h * a->value_stride_h) * bytes, row_bytes);
-        }
-    }
-}
-
-static int64_t store_kv_elems(const struct store_kv *a)
-{
-    return a->num_tokens * a->num_kv_heads * a->head_dim;
-}
-
-int64_t quire_store_kv_count(const void *args)
-{
-    return shares_of(store_kv_elems(args), SHARE_ELEMS);
-}
-
-void quire_store_kv(const struct store_kv *a)
-{
-    run_call(store_kv_elems(a) > ROWS_WORTH_IT, quire_store_kv_share, quire_store_kv_count, a);
 }
 
 /* out[n] = x[rows[n]]. */

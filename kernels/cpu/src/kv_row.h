@@ -7,6 +7,7 @@
 
 #include "simd.h"
 
+typedef uint8_t vb __attribute__((vector_size(16)));
 typedef enum { AS_IS = 0, INT8 = 1, FP8 = 2 } kv_format; /* fp8: e4m3, without infinities */
 
 struct kv_row {
@@ -54,6 +55,53 @@ INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row ro
     }
     *room += ceil_div(head_dim, LANES) * LANES * size_of(type);
     return out;
+}
+
+/* Sixteen quotients, none above the largest number of the format but in a row whose scale is
+ * infinite, to the nearest number of the format, ties to even; NaN is 0 as int8. */
+INLINE vb quantized(kv_format format, vf x)
+{
+    if (format == INT8) {
+        const vf round = vf_set(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest integer */
+        return __builtin_convertvector((vu)(x + round) & (vu)(x == x), vb);
+    }
+    vu bits = (vu)x, size = bits & 0x7fffffff;
+    /* 3 of 23 bits of the mantissa stay, rounded; then the exponent's bias is 7, not 127. */
+    vu normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+    /* Below 2^-6, multiples of 2^-9: of which a number of 2^14 has its last bit. */
+    vu tiny = (vu)((vf)size + 0x1p14f) - 0x46800000;
+    vu is_tiny = (vu)(size < 0x3c800000), is_nan = (vu)(size > 0x7f800000);
+    vu magnitude = (tiny & is_tiny) | (normal & ~is_tiny & ~is_nan) | (0x7f & is_nan);
+    return __builtin_convertvector(magnitude | (bits >> 24 & 0x80), vb);
+}
+
+/* A row of the model's format as a cache holds it. Nothing but the results is written, each once:
+ * another thread may be reading them already. */
+INLINE void quantize_row(dtype type, kv_format format, const char *row, int64_t head_dim,
+                         char *numbers, bf16 *scale)
+{
+    vu sizes = {0}; /* as bits; those of NaN are above infinity's */
+    for (int64_t d = 0, n; d < head_dim; d += n) {
+        n = min64(LANES, head_dim - d);
+        vu size = (vu)(n == LANES ? load(type, row, d) : load_part(type, row, d, n)) & 0x7fffffff;
+        vu is_larger = (vu)(size > sizes);
+        sizes = (size & is_larger) | (sizes & ~is_larger);
+    }
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = sizes[i] > bits ? sizes[i] : bits;
+    float factor = INFINITY;
+    if (bits < 0x7f800000) memcpy(&factor, &bits, sizeof bits);
+    factor /= format == INT8 ? 127.0f : 448.0f;
+    memcpy(&bits, &factor, sizeof bits);
+    const bf16 kept = (bf16)((bits + 0xffff) >> 16); /* up: no quotient is above the largest */
+    *scale = kept;
+    factor = kept ? bf16_to_float(kept) : 1.0f; /* a row of zeros */
+    for (int64_t d = 0, n; d < head_dim; d += n) {
+        n = min64(LANES, head_dim - d);
+        vf x = (n == LANES ? load(type, row, d) : load_part(type, row, d, n)) / factor;
+        vb bytes = format == INT8 ? quantized(INT8, x) : quantized(FP8, x);
+        memcpy(numbers + d, &bytes, n);
+    }
 }
 
 #endif

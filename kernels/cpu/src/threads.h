@@ -1,7 +1,10 @@
 /* What a kernel is to the threads of OpenMP, whose pool is torch's: shares that any of them can do.
  *
  * A share never changes a result: no sum is cut by it. It may be done twice, even at once, and
- * writes the same both times: nothing that a kernel writes is among what it reads. */
+ * writes the same both times: nothing that a kernel writes is among what it reads, and it writes
+ * results alone, so that who reads them sees no others. Two threads' plain stores to one place are a
+ * data race in C, whatever they store, and ThreadSanitizer would say so. Here they are what CPUs make
+ * of them: each byte is one or the other of two that are equal. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 

@@ -19,18 +19,20 @@ BF16 = torch.bfloat16
 
 def run(model, prompts, num_tokens, **loop_args):
     sequences = [Sequence(prompt, start_step=2 * i) for i, prompt in enumerate(prompts)]
-    PagedLoop(model, 8, num_blocks=512, **loop_args).generate(sequences, num_tokens, chunk_len=48)
-    return sequences
+    loop = PagedLoop(model, 8, num_blocks=512, **loop_args)
+    loop.generate(sequences, num_tokens, chunk_len=48)
+    return sequences, loop.pool.blocks_as_bytes
 
 
 def assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=24, **loop_args):
-    fused = run(model, prompts, num_tokens, **loop_args)
+    fused, fused_blocks = run(model, prompts, num_tokens, **loop_args)
     with monkeypatch.context() as patch:
         patch.setattr(NativeLayers, "over", lambda _layers, _pool: None)
-        op_by_op = run(model, prompts, num_tokens, **loop_args)
+        op_by_op, blocks = run(model, prompts, num_tokens, **loop_args)
     for one, other in zip(fused, op_by_op, strict=True):
         assert one.output == other.output
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    assert torch.equal(fused_blocks, blocks)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +52,38 @@ def test_it_gives_the_bits_of_the_ops(model_dirs, monkeypatch, family, overrides
     assert_same_op_by_op(model, prompts, monkeypatch, num_padding=2)
 
 
-def test_it_gives_the_bits_of_the_ops_past_a_split_on_several_threads(model_dirs, monkeypatch):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_it_gives_the_bits_of_the_ops_past_a_split_on_several_threads(
+    model_dirs, monkeypatch, kv_cache_dtype
+):
     model = load(model_dirs.get("llama", max_position_embeddings=1024), BF16)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         prompts = [random_prompt(530, seed=1), random_prompt(3, seed=2)]
-        assert_same_op_by_op(model, prompts, monkeypatch, num_tokens=6)
+        options = {"num_tokens": 6, "kv_cache_dtype": kv_cache_dtype}
+        assert_same_op_by_op(model, prompts, monkeypatch, **options)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "overrides", "skip_layers"),
+    [
+        ("llama", {"head_dim": 20}, ()),
+        ("mistral", {"num_key_value_heads": 1, "sliding_window": 9}, (1,)),
+        ("qwen3", {}, (0,)),
+    ],
+)
+def test_it_gives_the_bits_of_the_ops_over_a_quantized_cache(
+    model_dirs, monkeypatch, family, overrides, skip_layers, kv_cache_dtype
+):
+    model = load(model_dirs.get(family, **overrides), BF16)
+    cache = {"kv_cache_dtype": kv_cache_dtype, "skip_layers": set(skip_layers)}
+    assert model._native.over(PagedLoop(model, 8, **cache).pool) is not None
+    prompts = [random_prompt(length, seed=length) for length in (1, 15, 48, 100)]
+    assert_same_op_by_op(model, prompts, monkeypatch, num_padding=2, **cache)
 
 
 def test_it_gives_the_bits_of_the_ops_where_layers_share_memory_in_turn(model_dirs, monkeypatch):
@@ -76,7 +101,7 @@ def test_it_gives_the_bits_of_the_ops_where_layers_share_memory_in_turn(model_di
 def test_another_pool_is_another_program(model_dirs):
     model = load(model_dirs.get("llama"), BF16)
     prompt = random_prompt(20, seed=1)
-    first, second = (run(model, [prompt], 5)[0] for _ in range(2))
+    first, second = (run(model, [prompt], 5)[0][0] for _ in range(2))
     assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
 
 
@@ -84,6 +109,13 @@ def test_another_pool_is_another_program(model_dirs):
 def test_what_has_no_native_code_for_all_of_it_runs_op_by_op(model_dirs, family, dtype):
     model = load(model_dirs.get(family), dtype)
     assert model._native.over(PagedLoop(model, 8).pool) is None
+
+
+def test_plain_layers_of_another_dtype_run_op_by_op(model_dirs):
+    model = load(model_dirs.get("llama"), BF16)
+    for dtypes in (torch.float32, (torch.int8, torch.float32)):
+        assert model._native.over(KvPool(model.config, 4, 8, dtypes, CPU)) is None
+    assert model._native.over(KvPool(model.config, 4, 8, (torch.int8, BF16), CPU)) is not None
 
 
 def test_a_tensor_that_does_not_fit_is_named(model_dirs):

@@ -63,7 +63,7 @@ def test_skipping_all_layers_is_plain_kv(model_dirs, kv_cache_dtype):
 @every_dtype
 @pytest.mark.parametrize("plain_layer", [0, 1])
 def test_a_model_in_bfloat16_may_have_one_plain_layer(model_dirs, kv_cache_dtype, plain_layer):
-    """Layers of one kind run as one native program where there is one."""
+    """They run as one native program where there is one."""
     model = load(model_dirs.get("qwen3", dtype="bfloat16"), torch.bfloat16)
     prompt = random_prompt(41, seed=1)
     plain, mixed = Sequence(prompt), Sequence(prompt)
