@@ -113,8 +113,13 @@ class InShares:
         self._num_shares = num_shares
 
     def attention(self, *fields):
-        kernels = native().attention, native().merge_splits
-        for kernel in kernels:
+        _, _, num_seqs, num_tokens, num_heads, _, head_dim, block_size = fields[:8]
+        out, partials = fields[18:20]
+        max_len = fields[-3] * block_size
+        num_floats = attention.num_partials(num_heads, head_dim, num_seqs, max_len)
+        ctypes.memset(out, 0xFF, 2 * num_tokens * num_heads * head_dim)  # NaN
+        ctypes.memset(partials, 0xFF, 4 * num_floats)
+        for kernel in (native().attention, native().merge_splits):
             share = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
             do_share = share(kernel.share_address)
             for index in reversed(range(self._num_shares)):

@@ -14,7 +14,7 @@
 
 enum {
     SHARE_COST = 2048, /* some microseconds */
-    MOST_SHARES = 64,  /* each goes through the sequences before it */
+    PASSING_COST = 64, /* that a share needs for each sequence, since it may have to pass it */
     MERGED_HEADS = 32, /* of a share */
 };
 
@@ -326,7 +326,8 @@ static int64_t total_cost(const struct attention *a)
 
 int64_t quire_attention_count(const void *args)
 {
-    return min64(shares_of(total_cost(args), SHARE_COST), MOST_SHARES);
+    const struct attention *a = args;
+    return shares_of(total_cost(a), max64(SHARE_COST, PASSING_COST * a->num_seqs));
 }
 
 void quire_attention_share(const void *args, int64_t share, int64_t num_shares)
