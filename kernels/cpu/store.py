@@ -63,9 +63,7 @@ def store_fields(
     )  # fmt: skip
 
 
-def _side(
-    new: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[int, ...]:
+def _side(new: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, ...]:
     return (
         kv_format(cache, scales), new.data_ptr(), cache.data_ptr(), address(scales),
         *new.stride()[:2], *cache.stride()[:3], *scale_strides(scales),

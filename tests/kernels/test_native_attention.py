@@ -130,7 +130,7 @@ class InShares:
 @pytest.mark.parametrize("num_shares", [2, 5, 64, 256])
 @pytest.mark.parametrize("window", [None, 600])
 def test_any_number_of_shares_does_all_of_it(window, num_shares, monkeypatch):
-    chunks = CHUNKS + [(1, 513), (1, 3), (0, 0), (1, 1600)]
+    chunks = [*CHUNKS, (1, 513), (1, 3), (0, 0), (1, 1600)]
     query_lens, seq_lens = zip(*chunks, strict=True)
     paged = make_paged(seq_lens, 2, 32, 16, torch.bfloat16, "cpu")
     query = torch.randn(sum(query_lens) + 3, 6, 32).bfloat16()

@@ -133,6 +133,4 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(ValueError, match="value_scales is None, required are both or neither"):
         store_kv(key, key, numbers, numbers, slots, key_scales=scales)
     with pytest.raises(ValueError, match=r"key_scales has dtype torch\.float32"):
-        store_kv(
-            key, key, numbers, numbers, slots, key_scales=scales.float(), value_scales=scales
-        )
+        store_kv(key, key, numbers, numbers, slots, key_scales=scales.float(), value_scales=scales)
