@@ -280,10 +280,10 @@ class Sampler:
 def _is_finite(logits: torch.Tensor) -> torch.Tensor:
     """bool[S]: whether all are."""
     # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-    sums = logits.sum(1)
-    if logits.device.type == "cpu":  # torch's takes five operations
-        return torch.from_numpy(np.isfinite(sums.numpy()))
-    return sums.isfinite()
+    if logits.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+        with np.errstate(invalid="ignore", over="ignore"):
+            return torch.from_numpy(np.isfinite(logits.numpy().sum(axis=1)))
+    return logits.sum(1).isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

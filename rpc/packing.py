@@ -13,6 +13,9 @@ Uint64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _INT32: np.dtype[np.int32] = np.dtype("<i4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
+# Most arrays of most messages are empty: they share one, and cost a look.
+_NO_INT32: Int32Array = np.frombuffer(b"", np.int32)
+_NO_UINT64: Uint64Array = np.frombuffer(b"", np.uint64)
 
 
 def pack_int32(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
@@ -25,6 +28,8 @@ def unpack_int32(packed: bytes, field: str) -> Int32Array:
 
     Raises InvalidArgumentError naming `field` if the size is not a multiple of 4.
     """
+    if not packed:
+        return _NO_INT32
     return _unpack(packed, _INT32, field).astype(np.int32, copy=False)
 
 
@@ -38,11 +43,15 @@ def unpack_uint64(packed: bytes, field: str) -> Uint64Array:
 
     Raises InvalidArgumentError naming `field` if the size is not a multiple of 8.
     """
+    if not packed:
+        return _NO_UINT64
     return _unpack(packed, _UINT64, field).astype(np.uint64, copy=False)
 
 
 def _pack(values: Sequence[int] | npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
-    if isinstance(values, np.ndarray) and values.size and not np.can_cast(values.dtype, dtype):
+    if not len(values):
+        return b""
+    if isinstance(values, np.ndarray) and not np.can_cast(values.dtype, dtype):
         # numpy checks the values of a list, but wraps those of a wider array silently.
         limits, least, most = np.iinfo(dtype), int(values.min()), int(values.max())
         if least < limits.min or most > limits.max:

@@ -40,7 +40,8 @@ class WorkerLedger:
     def sent(self, plan: StepPlan) -> None:
         """Note a plan that goes out; plans come in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
-        self._last[released] = np.minimum(self._last[released], step - 1)
+        if released.size:
+            self._last[released] = np.minimum(self._last[released], step - 1)
         for new in plan.new_sequences:
             num_known = len(new.token_ids)
             self._num_left[new.row] = num_known - new.num_computed_tokens
@@ -75,7 +76,8 @@ class WorkerLedger:
                 "stopped_rows", "has a row twice, or one that did not sample"
             )
         for rows in (stopped, *ended):
-            self._last[rows] = outcome.step_id
+            if rows.size:
+                self._last[rows] = outcome.step_id
         self._check_logprobs(result)
         swapped_in = self._swap_ins.pop(outcome.step_id, set())
         _take(swapped_in, outcome.failed_swap_in_block_ids, "failed_swap_in_block_ids")
@@ -103,11 +105,11 @@ class WorkerLedger:
     def _check_rows(self, step: StepId, rows: Int32Array) -> None:
         expected = (self._first <= step) & (self._last >= step)
         counts = np.bincount(rows, minlength=expected.size)
-        most = expected
+        most, is_wrong = expected, counts != expected
         if self._num_draft_tokens:
             most = np.where(self._first < step, self._num_draft_tokens + 1, 1)
             most = np.where(expected, np.minimum(most, self._num_samples), 0)
-        is_wrong = (counts < expected) | (counts > most)
+            is_wrong = (counts < expected) | (counts > most)
         if is_wrong.any():
             row = int(np.flatnonzero(is_wrong)[0])
             least = int(expected[row])

@@ -16,7 +16,7 @@ def check_at_most(field: str, value: int, most: int) -> None:
 def check_below(values: Int32Array, field: str, limit: int, limit_name: str) -> None:
     """Raise unless all `values` are in [0, limit)."""
     # Read as unsigned, a negative number is a huge one: one comparison finds both kinds of error.
-    if values.size and int(values.view(np.uint32).max()) >= limit:
+    if values.size and int(np.maximum.reduce(values.view(np.uint32))) >= limit:
         index = int(values.view(np.uint32).argmax())
         raise InvalidArgumentError(
             f"{field}[{index}]",
