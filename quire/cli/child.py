@@ -41,8 +41,8 @@ class ProcessSpec:
 class Child:
     """A running process in a session of its own, so that the terminal's signals pass it by.
 
-    It is polled rather than waited for: no thread and no handler for SIGCHLD, which makes it safe
-    to fork beside.
+    Its end is a file's that becomes readable, or is polled for where the system has no such files:
+    no thread and no handler for SIGCHLD, which makes it safe to fork beside.
     """
 
     def __init__(self, spec: ProcessSpec, process: subprocess.Popen[bytes], log_file: Path) -> None:
@@ -94,10 +94,30 @@ class Child:
 
 
 async def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process's end by polling; give the exit code."""
+    """Wait for a process's end; give the exit code."""
+    if process.poll() is None:
+        await _told_of_end(process.pid)
     while (code := process.poll()) is None:  # noqa: ASYNC110 - see Child
         await asyncio.sleep(_POLL_S)
     return code
+
+
+async def _told_of_end(pid: int) -> None:
+    """Wait until a child has ended, at no cost meanwhile; return at once if the system cannot."""
+    if sys.platform != "linux":
+        return
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:  # an old kernel, or a sandbox that forbids it
+        return
+    loop = asyncio.get_running_loop()
+    has_ended = asyncio.Event()
+    loop.add_reader(pidfd, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def tail(file: Path, num_lines: int) -> list[str]:
