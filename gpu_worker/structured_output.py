@@ -124,8 +124,9 @@ class StructuredOutput:
 
         def advance() -> _Masks:
             matchers = [entry.matcher for entry in entries if entry.matcher is not None]
-            sampled = token_ids()[places].tolist()
-            self._executor.consume_token_par(list(zip(matchers, sampled, strict=True)))
+            # Here, since the executor's thread would take longer to wake than a token to consume.
+            for matcher, token_id in zip(matchers, token_ids()[places].tolist(), strict=True):
+                matcher.consume_token(token_id)
             return self._masks(matchers)
 
         # One job for all: to hand a job over costs more than to work out a mask.
