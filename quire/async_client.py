@@ -93,7 +93,7 @@ class AsyncClient:
                                 yield event
                     attempts.check_complete()
                 except QuireError as error:
-                    await asyncio.sleep(attempts.failed(error, await call.initial_metadata()))
+                    await asyncio.sleep(attempts.failed(error))
                 finally:
                     call.cancel()
         except QuireError:  # it ends by itself, only later

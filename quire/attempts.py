@@ -5,7 +5,7 @@ says when to make the next, `Continuation` knows what has come, and the client w
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from quire import wire
@@ -118,18 +118,14 @@ class Attempts:
         """Check, when a stream has ended well, that everything has come."""
         self._continuation.check_complete()
 
-    def failed(self, error: QuireError, initial_metadata: Iterable[Any] | None = None) -> float:
+    def failed(self, error: QuireError) -> float:
         """Take the failure of the present call; give how long to wait before the next.
 
-        Raises `error` if there is no use in another, or no time. `initial_metadata` are those of a
-        stream.
+        Raises `error` if there is no use in another, or no time.
         """
         now_s = time.monotonic()
         self._routers.failed(self._router, error)  # the next request, too, asks another
-        was_submitted = wire.was_submitted(initial_metadata)
-        delay_s = self._continuation.failed(
-            error, now_s, now_s - self._started_s, was_submitted=was_submitted
-        )
+        delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s
 

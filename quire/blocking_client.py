@@ -87,7 +87,7 @@ class Client(Closes):
                                 yield event
                     attempts.check_complete()
                 except QuireError as error:
-                    time.sleep(attempts.failed(error, call.initial_metadata()))
+                    time.sleep(attempts.failed(error))
                 finally:
                     call.cancel()
         except QuireError:  # it ends by itself, only later

@@ -23,8 +23,7 @@ from rpc.errors import (
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE later than that was not refused, even if nobody said that it was
-submitted: its router hangs, or its connection has gone."""
+"""A call that ends as UNAVAILABLE later than that was not refused: its connection has gone."""
 
 
 @dataclass(slots=True)
@@ -178,14 +177,11 @@ class Continuation:
         if not self.is_complete:
             raise UnavailableError("the stream ended before its usage")
 
-    def failed(
-        self, error: QuireError, now: float, took_s: float = 0.0, *, was_submitted: bool = False
-    ) -> float:
+    def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
         """Take the failure of the present call; give how long to wait before the next.
 
         Raises `error` if there is no use in another. `now` is in seconds, on a clock that only goes
-        forward; `took_s` is how long the call lasted, and `was_submitted` whether the service has
-        said that it passed the request on.
+        forward; `took_s` is how long the call lasted.
         """
         if self._num_failures == 0:
             self._failing_since = now
@@ -200,7 +196,7 @@ class Continuation:
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():
                 self._is_resuming = self.is_resumable
-                self._may_be_live |= was_submitted or took_s > _REFUSED_WITHIN_S
+                self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
             case _:
                 raise error
         if self.is_resumable and (self._is_accepted or self._may_be_live):

@@ -1,8 +1,7 @@
 """The client's end of `quire.v1.InferenceService`: its values to protos and back."""
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from quire.types import (
     BeamSearch,
@@ -109,14 +108,6 @@ def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOu
         )
     message: common_pb2.StructuredOutput = common_pb2.StructuredOutput(**forms)  # type: ignore[arg-type]
     return message
-
-
-def was_submitted(initial_metadata: Iterable[Any] | None) -> bool:
-    """Whether the service said, before a stream's first event, that it passed the request on.
-
-    `initial_metadata` are as gRPC gives them: pairs, or None if there are none.
-    """
-    return any(key == "x-quire-submitted" for key, _ in initial_metadata or ())
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
 from functools import partial
-from typing import Final
 
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.domain import (
@@ -29,9 +28,6 @@ from router.wire import (
 )
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.grpc_server import Service
-
-_SUBMITTED: Final = (("x-quire-submitted", "1"),)
-"""What a client knows by, once it has lost a call, that the request may be live nevertheless."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -188,7 +184,6 @@ def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> Ge
 async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     async with live:
-        await context.send_initial_metadata(_SUBMITTED)
         async for event in live:
             if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
                 expired = failure_of(event)

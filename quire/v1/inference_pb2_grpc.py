@@ -56,10 +56,6 @@ class InferenceServiceStub(object):
     is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
     `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
     it is refused at once with DEADLINE_EXCEEDED.
-
-    The initial metadata of `Generate` and `Resume` come, with `x-quire-submitted: 1`, when the request
-    has gone to a scheduler, which may be long before its first event. So a call that ends with
-    UNAVAILABLE after that may have been accepted, and `Resume` may find it.
     """
 
     def __init__(self, channel):
@@ -151,10 +147,6 @@ class InferenceServiceServicer(object):
     is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
     `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
     it is refused at once with DEADLINE_EXCEEDED.
-
-    The initial metadata of `Generate` and `Resume` come, with `x-quire-submitted: 1`, when the request
-    has gone to a scheduler, which may be long before its first event. So a call that ends with
-    UNAVAILABLE after that may have been accepted, and `Resume` may find it.
     """
 
     def Generate(self, request, context):
@@ -327,10 +319,6 @@ class InferenceService(object):
     is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
     `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
     it is refused at once with DEADLINE_EXCEEDED.
-
-    The initial metadata of `Generate` and `Resume` come, with `x-quire-submitted: 1`, when the request
-    has gone to a scheduler, which may be long before its first event. So a call that ends with
-    UNAVAILABLE after that may have been accepted, and `Resume` may find it.
     """
 
     @staticmethod

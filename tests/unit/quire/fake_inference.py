@@ -21,7 +21,6 @@ from rpc.packing import pack_int32
 class FakeInference(InferenceServiceServicer):
     """Says "one two" to every prompt; goes on for ever if the prompt is "endless".
 
-    The first call of "is refused" and of "is lost" fails, the latter after it was submitted.
     To the prompt "pauses" it says "one", and no more until it `goes_on`.
     """
 
@@ -41,10 +40,6 @@ class FakeInference(InferenceServiceServicer):
             raise InvalidArgumentError("sampling.top_p", "is 2; it must be in (0, 1]")
         if request.text == "busy":
             raise TooBusyError("the queue is full", retry_after_s=2.5)
-        if request.text in {"is refused", "is lost"} and len(self.requests) == 1:
-            if request.text == "is lost":
-                await context.send_initial_metadata((("x-quire-submitted", "1"),))
-            raise UnavailableError("the router is shutting down")
         try:
             for index, word in enumerate(("one", " two")):
                 delta = inference_pb2.OutputDelta(token_offset=index, token_ids=[index], text=word)

@@ -183,40 +183,6 @@ async def test_the_failure_of_an_output_has_its_code(served):
     )
 
 
-NO_SECOND_ATTEMPT = Retry(max_attempts=1)
-
-
-async def test_a_call_that_was_lost_after_it_was_submitted_is_gone_on_with(served):
-    async with AsyncClient(served.target, retry=NO_SECOND_ATTEMPT) as client:
-        assert [e async for e in client.generate("is lost", resumable=True)] == EVENTS
-    expected = [GenerateRequest, ResumeRequest, GenerateRequest]
-    assert [type(r) for r in served.fake.requests] == expected
-    served.fake.requests.clear()
-
-    def generate() -> object:
-        with Client(served.target, retry=NO_SECOND_ATTEMPT) as client:
-            return list(client.generate("is lost", resumable=True))
-
-    assert await asyncio.to_thread(generate) == EVENTS
-    assert [type(r) for r in served.fake.requests] == expected
-
-
-async def test_a_call_that_was_refused_is_not_gone_on_with(served):
-    async with AsyncClient(served.target, retry=NO_SECOND_ATTEMPT) as client:
-        with pytest.raises(UnavailableError):
-            await anext(client.generate("is refused", resumable=True))
-    assert len(served.fake.requests) == 1
-    served.fake.requests.clear()
-
-    def generate() -> None:
-        with Client(served.target, retry=NO_SECOND_ATTEMPT) as client:
-            next(client.generate("is refused", resumable=True))
-
-    with pytest.raises(UnavailableError):
-        await asyncio.to_thread(generate)
-    assert len(served.fake.requests) == 1
-
-
 async def test_a_resumable_stream_that_breaks_goes_on(served):
     events = await synchronously(
         served.target, lambda c: list(c.generate("breaks", resumable=True, request_id="mine"))

@@ -100,15 +100,6 @@ async def test_generate_streams_deltas_ends_and_usage(process):
     assert responses[1].finished.WhichOneof("stopped_by") is None
 
 
-async def test_metadata_say_that_a_request_was_submitted_before_its_first_event(process):
-    call = process.stub.Generate(request())
-    assert dict(await call.initial_metadata()) == {"x-quire-submitted": "1"}
-    call.cancel()
-    refused = process.stub.Generate(request(model="another"))
-    assert not dict(await refused.initial_metadata())
-    assert await refused.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_priority_tenant_and_deadline_reach_the_scheduler(process):
     metadata = (("x-quire-priority", "-4"), ("x-quire-tenant", "a"))
     call = process.stub.Generate(request(), metadata=metadata, timeout=60)
