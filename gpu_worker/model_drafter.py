@@ -22,7 +22,7 @@ import torch
 from gpu_worker.block_moves import Pool
 from gpu_worker.drafter import Guesses
 from gpu_worker.input_batch import InputBatch, build_input_batch
-from gpu_worker.model_runner import Decoder
+from gpu_worker.model_runner import Decoder, forward
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampler
 from gpu_worker.step import BoolArray, Int64Array, Limits, StepInput
@@ -151,8 +151,7 @@ class ModelDrafter:
             self._limits.block_size,
             is_all_known=scheduled.num_decodes == 0,
         )
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._pool, batch.metadata)
-        return hidden, batch
+        return forward(self._model, batch, self._pool, batch.metadata), batch
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
         """int64[S]: what the sampler draws for each scheduled row, on the device."""

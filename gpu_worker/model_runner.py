@@ -10,7 +10,7 @@ import torch
 from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
-from gpu_worker.input_batch import build_input_batch
+from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
@@ -37,6 +37,23 @@ class Decoder(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[S, vocab] of `[S, hidden]`."""
+
+
+def forward(
+    model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """Compute a batch's tokens: the final hidden states `[N, E]` that `metadata` wants.
+
+    Raises:
+        ModelError: The model's class, which may be a user's, returns those of other tokens.
+    """
+    hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
+    if len(hidden) != metadata.num_wanted:
+        raise ModelError(
+            f"{type(model).__name__}.forward returned hidden states of {len(hidden)} tokens;"
+            f" metadata.num_wanted is {metadata.num_wanted}"
+        )
+    return hidden
 
 
 class ModelRunner:
@@ -149,12 +166,7 @@ class ModelRunner:
         is_scored = self._sampler.table.wants_prompt_logprobs[scheduled.rows].any()
         metadata = replace(batch.metadata, wanted=None) if is_scored else batch.metadata
         with timeline.span("forward"):
-            hidden = self._model.forward(batch.token_ids, batch.positions, self._pool, metadata)
-        if len(hidden) != metadata.num_wanted:
-            raise ModelError(
-                f"{type(self._model).__name__}.forward returned hidden states of {len(hidden)}"
-                f" tokens; metadata.num_wanted is {metadata.num_wanted}"
-            )
+            hidden = forward(self._model, batch, self._pool, metadata)
         prompt_scores = None
         if is_scored:
             prompt_scores = score_prompts(

@@ -32,7 +32,9 @@ class StepObserver:
         Returns:
             How long it took to plan and send, in seconds.
         """
-        self.meter.sent(plan, self.pacer.max_prompt_tokens)
+        # What bounds a step before that is caution: it may have a fraction of what it has time for.
+        bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
+        self.meter.sent(plan, bound)
         self.log.sent(plan, queues)
         self.pacer.sent(plan)
         took_s = time.perf_counter() - started_s

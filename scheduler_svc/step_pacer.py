@@ -85,6 +85,7 @@ class StepPacer:
 
         None: as many as a step may have.
         """
+        # What a few tokens tell is too much, and too little of what a step can do, but cautious.
         token_s = self._prompt_token_s.value or self._token_s.value
         if token_s is None:
             num_in_time = float(self._first_tokens)
@@ -92,6 +93,11 @@ class StepPacer:
             num_in_time = max(self._pace.max_prompt_step_s / token_s, _WORTH_TOKENS)
         is_bound = num_in_time < self._max_tokens and self._pace.max_prompt_step_s < math.inf
         return int(num_in_time) if is_bound else None
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether a step has told what each of many tokens of prompts takes."""
+        return self._prompt_token_s.value is not None
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
         """Return the most tokens of prompts that the next step may compute beside decodes.

@@ -19,9 +19,11 @@ _BECOME: Final = """\
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-parent, *argv = sys.argv[1:]
+for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(ignored_by_python, signal.SIG_DFL)
+parent, program, *argv = sys.argv[1:]
 if os.getppid() == int(parent):  # else it was gone before the kernel was told
-    os.execvp(argv[0], argv)
+    os.execv(program, argv)
 """
 
 
@@ -147,8 +149,8 @@ def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         FileNotFoundError: There is no such program.
     """
-    if shutil.which(argv[0]) is None:
+    if (program := shutil.which(argv[0])) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     if sys.platform != "linux":
         return argv
-    return sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv
+    return sys.executable, "-ISc", _BECOME, str(os.getpid()), program, *argv

@@ -186,6 +186,8 @@ async def _first_of(
     finally:
         if first.cancel():
             await asyncio.wait([first])
+        elif not first.cancelled():
+            first.exception()  # nobody else may have asked
 
 
 async def _stream_started(
@@ -199,7 +201,10 @@ async def _stream_started(
         with sse.beating():
             await _send_events(sse, call, live, await first, events)
         await sse.send_done()
-    except QuireError as error:  # no [DONE] after it: that would say that the answer is complete
+    # No [DONE] after an error: that would say that the answer is complete.
+    except InvalidArgumentError as error:
+        await sse.send(error_json(error_in_words_of(call.field_to_json, error)))
+    except QuireError as error:
         await sse.send(error_json(error))
     except ClientConnectionResetError:
         raise  # the client is gone

@@ -1,4 +1,4 @@
-"""Checks of what came from a worker; each error names field, value and limit."""
+"""Checks of what came from another process; each error names field, value and limit."""
 
 import numpy as np
 

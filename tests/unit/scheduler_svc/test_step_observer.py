@@ -1,0 +1,34 @@
+"""What the steps of a worker tell those who ask, together."""
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
+from test_step_pacer import GPU, plan_of
+
+from scheduler_svc.core.load import Queues
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.step_observer import StepObserver
+from scheduler_svc.step_pacer import Pace
+
+
+def observer_after(*steps):
+    """Steps are (prompt tokens, decodes, seconds)."""
+    metrics = SchedulerMetrics(CollectorRegistry()).of("w")
+    observer = StepObserver(metrics, GPU, Pace(max_prompt_step_s=2.0))
+    for num_prompt_tokens, num_decodes, execute_s in steps:
+        observer.sent(plan_of(num_prompt_tokens, num_decodes), Queues(1, 0, 0), 0.0)
+        result = SimpleNamespace(execute_s=execute_s)
+        observer.answered(SimpleNamespace(result=result, rpc_s=execute_s), 0.0)
+    return observer
+
+
+def test_a_step_that_is_small_out_of_caution_is_no_step_at_full_speed():
+    """Else deadlines would be refused that can be met: this device does 20,000 tokens a second."""
+    observer = observer_after((1, 0, 0.02))
+    assert observer.pacer.max_prompt_tokens == 128, "out of caution"
+    assert observer_after((1, 0, 0.02), (128, 0, 0.02)).meter.rates.prefill_tokens_per_s is None
+
+
+def test_a_step_that_has_all_that_there_is_time_for_tells_of_full_speed():
+    observer = observer_after((128, 0, 4.0), (128, 0, 4.0))
+    assert observer.meter.rates.prefill_tokens_per_s == 32.0
