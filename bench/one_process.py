@@ -62,7 +62,7 @@ class OneProcess:
                 max_num_seqs=info.limits.max_num_seqs,
                 max_num_batched_tokens=info.limits.max_num_batched_tokens,
                 max_model_len=info.limits.max_model_len,
-                num_saturating_tokens=info.limits.num_saturating_tokens or None,
+                num_saturating_tokens=info.limits.num_saturating_tokens,
             )
         )
         self._pacer = StepPacer(

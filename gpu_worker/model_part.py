@@ -286,7 +286,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         num_saturating_tokens=(
-            0 if is_gpu else min(_CPU_SATURATING_TOKENS, max_num_batched_tokens)
+            None if is_gpu else min(_CPU_SATURATING_TOKENS, max_num_batched_tokens)
         ),
         num_blocks=0,
         block_size=settings.block_size,

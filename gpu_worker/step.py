@@ -50,8 +50,8 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
-    num_saturating_tokens: int = 0
-    """Prompt tokens that keep the device busy with arithmetic; 0: `max_num_batched_tokens`."""
+    num_saturating_tokens: int | None = None
+    """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 
     @property
     def max_blocks_per_row(self) -> int:

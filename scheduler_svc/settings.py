@@ -79,7 +79,7 @@ class SchedulerSettings(ProcessSettings):
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step may take for prompts, in seconds, whoever is beside them: meanwhile nothing
     else starts, nothing streams and no cancellation takes effect. What there is time for is learned
-    from the steps, as an average of all contexts: far into a long one it takes longer. 128 tokens
+    from the steps, the fastest above all: far into a long context it takes longer. 128 tokens
     always go in one, because reading the weights takes as long as computing some 16 of them, which
     in smaller steps would be much of the time. inf: no bound."""
     policy: str = "fcfs"

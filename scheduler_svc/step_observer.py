@@ -32,7 +32,7 @@ class StepObserver:
         Returns:
             How long it took to plan and send, in seconds.
         """
-        # What bounds a step before that is caution: it may have a fraction of what it has time for.
+        # Before the pacer knows, its bound is caution: a fraction of what there may be time for.
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
         self.meter.sent(plan, bound)
         self.log.sent(plan, queues)

@@ -3,7 +3,7 @@
 And how much it may compute for nobody to wait too long, whoever is beside them. And, by the same
 numbers, when a step takes so long that its worker must hang.
 
-Both are learned from the steps that a worker does: how long one takes that only decodes, by how
+All are learned from the steps that a worker does: how long one takes that only decodes, by how
 many sequences there are; how much longer each prompt token makes it, where there are many; and what
 a step with a few pays for having any, such as for reading all that is before them. The bound is
 what there is time for, but not so little that a prompt mostly pays for that, nor that prompts queue
