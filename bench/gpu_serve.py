@@ -1,4 +1,4 @@
-"""Measures three processes on random weights of one shape, and the same engine in one process.
+"""Measures three processes on random weights of one shape, and the same service in one process.
 
     python bench/gpu_serve.py --shape 8B --bandwidth 4.1e12 --json out.json
 
@@ -22,8 +22,8 @@ import aiohttp
 import uvloop
 from gpu_shapes import SHAPES, Shape, write_model
 from load import LoadResult, Workload, find_model, format_table, run_load
-from processes import one_process, service
-from split import measure_split
+from processes import one_service, service
+from split import GRPC, ONE_GRPC, by_grpc, measure_split
 
 from quire.cli import ports
 
@@ -95,8 +95,9 @@ async def measure(given: argparse.Namespace) -> None:
             os.environ["QUIRE_LOAD_FORMAT"] = "dummy"  # reaches every worker
             up = (*flags, "--worker-http-port", str(worker_port))
             started = await stack.enter_async_context(service(model, up))
-            one = await stack.enter_async_context(one_process(model, flags))
+            one = await stack.enter_async_context(one_service(model, flags))
             await asyncio.gather(started.wait_until_ready(), one.wait_until_ready())
+            turns = {ONE_GRPC: by_grpc(one), GRPC: by_grpc(started)}
             name = await find_model(started.base_url)
             loads: list[LoadResult] = []
             metrics_url = f"http://{_HOST}:{worker_port}/metrics"
@@ -115,13 +116,14 @@ async def measure(given: argparse.Namespace) -> None:
                 num_prompts = max(2, concurrency)
                 workload = Workload(name, num_prompts, given.input_len, given.output_len // 2)
                 tax = await measure_split(
-                    started, one, workload, concurrency, given.split_rounds, lambda _: None
+                    turns, workload, concurrency, given.split_rounds, lambda _: None
                 )
                 print(tax.table(), flush=True)
-                numbers[f"three_over_one_c{concurrency}"] = tax.metrics()["split_ratio"]
-                numbers[f"one_process_tok_s_c{concurrency}"] = tax.metrics()[
-                    "split_one_process_tok_s"
-                ]
+                measured = tax.metrics()
+                numbers |= {
+                    f"three_over_one_c{concurrency}": measured["split_ratio"],
+                    f"one_process_tok_s_c{concurrency}": measured["split_one_grpc_tok_s"],
+                }
                 save()
 
 

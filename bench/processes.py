@@ -23,10 +23,10 @@ _WARM_UP = Workload(model="", num_prompts=4, input_len=128, output_len=8, seed=-
 
 
 class Service:
-    """Router, scheduler and worker."""
+    """Router, scheduler and worker, in processes of their own or in one."""
 
     def __init__(self, child: Child, socket: Path) -> None:
-        """`child` is `quire up`, with gRPC at `socket`."""
+        """`child` runs them, with the router's gRPC at `socket`."""
         self.base_url = f"http://{child.spec.http_address}"
         self.grpc_target = f"unix:{socket}"
         self._child = child
@@ -44,11 +44,11 @@ class Service:
     def _check(self) -> None:
         if self._child.exit_code is not None:
             log = "\n".join(self._child.log_tail(_LOG_LINES))
-            raise RuntimeError(f"quire up ended; its log ends:\n{log}")
+            raise RuntimeError(f"{self._child.spec.name} ended; its log ends:\n{log}")
 
 
-class OneProcess:
-    """The engine of `one_process.py`."""
+class BareEngine:
+    """The engine of `bare_engine.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         """`process` runs it, with pipes for its standard input and output."""
@@ -66,7 +66,7 @@ class OneProcess:
         self._process.stdin.write(message.encode() + b"\n")
         answer = await self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"one_process.py ended with {await self._process.wait()}")
+            raise RuntimeError(f"bare_engine.py ended with {await self._process.wait()}")
         tok_s: float = json.loads(answer)["output_tok_s"]
         return tok_s
 
@@ -74,17 +74,34 @@ class OneProcess:
 @contextlib.asynccontextmanager
 async def service(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[Service]:
     """Start the three processes, by `quire up`; they end with the block, or with us."""
-    with tempfile.TemporaryDirectory(prefix="quire-bench-") as name:
-        directory = Path(name)
+    up = ("-m", "quire.cli", "up")
+    async with _service("quire up", up, model, worker_flags) as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def one_service(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[Service]:
+    """Start the same service in one process; it ends with the block, or with us."""
+    script = _BENCH / "one_service.py"
+    async with _service(script.name, (str(script),), model, worker_flags) as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def _service(
+    name: str, program: Sequence[str], model: Path, flags: Sequence[str]
+) -> AsyncIterator[Service]:
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
+        directory = Path(temporary)
         http_port = ports.prefer(_HOST, 0, ())
         socket = directory / "grpc.sock"
-        up = ("--model", str(model), "--http-port", str(http_port), "--uds", str(socket))
+        listen = ("--model", str(model), "--http-port", str(http_port), "--uds", str(socket))
         spec = ProcessSpec(
-            name="quire up",
-            argv=(sys.executable, "-m", "quire.cli", "up", *up, *worker_flags),
+            name=name,
+            argv=(sys.executable, *program, *listen, *flags),
             http_address=ports.join(_HOST, http_port),
         )
-        child = Child.start(spec, directory / "up.log")
+        child = Child.start(spec, directory / "log")
         try:
             yield Service(child, socket)
         finally:
@@ -95,16 +112,16 @@ async def service(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[Ser
 
 
 @contextlib.asynccontextmanager
-async def one_process(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[OneProcess]:
-    """Start the engine in one process; it ends with the block, or with us: its input ends."""
+async def bare_engine(model: Path, worker_flags: Sequence[str]) -> AsyncIterator[BareEngine]:
+    """Start the engine without a service; it ends with the block, or with us: its input ends."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(_BENCH / "one_process.py"), "--model", str(model), *worker_flags),
+        *(sys.executable, str(_BENCH / "bare_engine.py"), "--model", str(model), *worker_flags),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C is for us
     )
     try:
-        yield OneProcess(process)
+        yield BareEngine(process)
     finally:
         await _kill(process)
 

@@ -2,10 +2,11 @@
 
 Starts router, scheduler and worker on a 125M Llama with random weights, loads their OpenAI face
 with 1, 8 and 32 streams of 128 tokens in and 64 out, then lets them take turns with the same
-engine in one process (see one_process.py). The client is a process of its own on the same machine.
-Where cores are few, all compete: the client's time is part of what three processes are seen to
-cost, while the one process has no client. --base-url measures a server that is up already, and no
-tax. --peer URL lets another OpenAI-shaped server of the same model take turns with ours.
+service in one process (see one_service.py), and with its engine alone (see bare_engine.py). The
+client is a process of its own on the same machine. Where cores are few, all compete: what face and
+client take is seen in both services, and not in the engine alone. --base-url measures a server that
+is up already, and no tax. --peer URL lets another OpenAI-shaped server of the same model take turns
+with ours.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from pathlib import Path
 import aiohttp
 import uvloop
 from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
-from processes import make_model, one_process, service
+from processes import bare_engine, make_model, one_service, service
 from shares import measure_shares
-from split import measure_split
+from split import ENGINE, GRPC, HTTP, ONE_GRPC, ONE_HTTP, by_grpc, by_http, measure_split
 
 _WAVES = 4
 """Prompts of each stream; with --quick 1."""
@@ -84,9 +85,10 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
     _report("starting the processes …")
     async with contextlib.AsyncExitStack() as stack:
         started = await stack.enter_async_context(service(model, worker_flags))
-        one = await stack.enter_async_context(one_process(model, worker_flags))
-        await asyncio.gather(started.wait_until_ready(), one.wait_until_ready())
-        _report("the three processes and the one are ready")
+        one = await stack.enter_async_context(one_service(model, worker_flags))
+        engine = await stack.enter_async_context(bare_engine(model, worker_flags))
+        await asyncio.gather(*(each.wait_until_ready() for each in (started, one, engine)))
+        _report("the three processes, the one, and the engine are ready")
         loads = await _measure_load(options, started.base_url)
         metrics = metrics_of(loads.ours) | loads.peer_ratios()
         name = await find_model(started.base_url)
@@ -99,14 +101,14 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
         workload = _workload(options, name, concurrency)
         if options.quick:  # there is time for two short rounds, or for one
             workload = replace(workload, output_len=-(-workload.output_len // 2))
-        tax = await measure_split(
-            started,
-            one,
-            workload,
-            concurrency,
-            options.split_rounds,
-            _report,
-        )
+        turns = {
+            ENGINE: engine.output_tok_s,
+            ONE_GRPC: by_grpc(one),
+            GRPC: by_grpc(started),
+            ONE_HTTP: by_http(one),
+            HTTP: by_http(started),
+        }
+        tax = await measure_split(turns, workload, concurrency, options.split_rounds, _report)
         print(f"\n{tax.table()}", flush=True)
         _report("stopping the processes …")
     return metrics | tax.metrics()

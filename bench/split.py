@@ -1,23 +1,42 @@
-"""Measures the split's tax: what three processes produce against the same engine in one."""
+"""Measures the split's tax: what three processes produce against the same service in one.
 
-from collections.abc import Callable
+Beside it, what the engine produces with no service around it: no router, no face, no text, and no
+client, which takes its part of the same machine.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Final, TypeAlias
 
 from grpc_load import output_tok_s
 from load import Workload, run_load
-from processes import OneProcess, Service
+from processes import Service
 
+Turn: TypeAlias = Callable[[Workload, int], Awaitable[float]]
+"""Completes a workload at a concurrency; gives tokens per second."""
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Tokens per second, measured right after each other on the same requests."""
+ENGINE: Final = "engine"
+ONE_GRPC: Final = "one_grpc"
+ONE_HTTP: Final = "one_http"
+GRPC: Final = "grpc"
+HTTP: Final = "http"
 
-    one_process: float
-    grpc: float
-    """Three processes, read over gRPC."""
-    http: float
-    """Three processes, read over HTTP."""
+_TURN_TO_TITLE: Final = {
+    ENGINE: "the engine alone",
+    ONE_GRPC: "one process, by gRPC",
+    ONE_HTTP: "one process, by HTTP",
+    GRPC: "three processes, by gRPC",
+    HTTP: "three processes, by HTTP",
+}
+_RATIOS: Final = {
+    "split_ratio": ("three ÷ one, by gRPC", GRPC, ONE_GRPC),
+    "split_ratio_http": ("three ÷ one, by HTTP", HTTP, ONE_HTTP),
+    "engine_ratio": ("three, by gRPC ÷ the engine", GRPC, ENGINE),
+}
+_WARM_UP_LEN: Final = 8
+_WARM_UP_SEED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +44,23 @@ class SplitTax:
     """Rounds at one concurrency."""
 
     concurrency: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[Mapping[str, float], ...]
+    """Tokens per second by turn, measured right after each other on the same requests."""
 
-    @property
-    def grpc_ratios(self) -> list[float]:
-        """Of each round, ascending; 1 is no tax."""
-        return sorted(each.grpc / each.one_process for each in self.rounds)
-
-    @property
-    def http_ratios(self) -> list[float]:
-        """Of each round, ascending; 1 is no tax."""
-        return sorted(each.http / each.one_process for each in self.rounds)
+    def ratios(self) -> dict[str, list[float]]:
+        """Of each round, ascending, by name, of which both sides were measured; 1 is no tax."""
+        return {
+            name: sorted(each[above] / each[below] for each in self.rounds)
+            for name, (_, above, below) in _RATIOS.items()
+            if {above, below} <= self.rounds[0].keys()
+        }
 
     def metrics(self) -> dict[str, float]:
         """As one flat object: names to numbers."""
-        values = {
-            "split_concurrency": self.concurrency,
-            "split_one_process_tok_s": median(each.one_process for each in self.rounds),
-            "split_grpc_tok_s": median(each.grpc for each in self.rounds),
-            "split_http_tok_s": median(each.http for each in self.rounds),
-        }
-        for name, ratios in (
-            ("split_ratio", self.grpc_ratios),
-            ("split_ratio_http", self.http_ratios),
-        ):
+        values: dict[str, float] = {"split_concurrency": self.concurrency}
+        for turn in self.rounds[0]:
+            values[f"split_{turn}_tok_s"] = median(each[turn] for each in self.rounds)
+        for name, ratios in self.ratios().items():
             values |= {
                 name: median(ratios),
                 f"{name}_min": ratios[0],
@@ -60,24 +72,35 @@ class SplitTax:
         """As text."""
         metrics = self.metrics()
         lines = [
-            f"split tax at concurrency {self.concurrency}, median of {len(self.rounds)} rounds:",
-            f"  one process               {metrics['split_one_process_tok_s']:>9,.1f} tok/s",
+            f"split tax at concurrency {self.concurrency}, median of {len(self.rounds)} rounds:"
         ]
-        for face, name, ratio in (
-            ("gRPC", "split_grpc_tok_s", "split_ratio"),
-            ("HTTP", "split_http_tok_s", "split_ratio_http"),
-        ):
+        for turn, title in _TURN_TO_TITLE.items():
+            if turn in self.rounds[0]:
+                lines.append(f"  {title:<28}{metrics[f'split_{turn}_tok_s']:>9,.1f} tok/s")
+        for name, ratios in self.ratios().items():
+            title, *_ = _RATIOS[name]
             lines.append(
-                f"  three processes, by {face}  {metrics[name]:>9,.1f} tok/s"
-                f"   ratio {metrics[ratio]:.3f}"
-                f" ({metrics[ratio + '_min']:.3f} … {metrics[ratio + '_max']:.3f})"
+                f"  {title:<28}{median(ratios):>9.3f}  ({ratios[0]:.3f} … {ratios[-1]:.3f})"
             )
         return "\n".join(lines)
 
 
+def by_grpc(service: Service) -> Turn:
+    """Read a service over gRPC."""
+    return partial(output_tok_s, service.grpc_target)
+
+
+def by_http(service: Service) -> Turn:
+    """Read a service over HTTP."""
+
+    async def turn(workload: Workload, concurrency: int) -> float:
+        return (await run_load(service.base_url, workload, concurrency)).output_tok_s
+
+    return turn
+
+
 async def measure_split(
-    service: Service,
-    one_process: OneProcess,
+    turns: Mapping[str, Turn],
     workload: Workload,
     concurrency: int,
     num_rounds: int,
@@ -85,21 +108,19 @@ async def measure_split(
 ) -> SplitTax:
     """Take turns, so that what slows the machine for a while slows all of them.
 
-    No two rounds have the same prompts: the prefix cache must not help.
+    Every other round has the turns in reverse. No two rounds have the same prompts: the prefix
+    cache must not help. Before the first, each has a short turn that does not count.
     """
-    rounds: list[Round] = []
+    warm_up = replace(
+        workload, num_prompts=concurrency, output_len=_WARM_UP_LEN, seed=_WARM_UP_SEED
+    )
+    for turn in turns.values():
+        await turn(warm_up, concurrency)
+    names = list(turns)
+    rounds: list[Mapping[str, float]] = []
     for index in range(num_rounds):
         report(f"split tax: round {index + 1} of {num_rounds} …")
         mine = replace(workload, seed=workload.seed + 1 + index)
-        tok_s: dict[str, float] = {}
-        for turn in range(3):
-            match (index + turn) % 3:  # each round begins with another one
-                case 0:
-                    tok_s["one_process"] = await one_process.output_tok_s(mine, concurrency)
-                case 1:
-                    tok_s["grpc"] = await output_tok_s(service.grpc_target, mine, concurrency)
-                case 2:
-                    over_http = await run_load(service.base_url, mine, concurrency)
-                    tok_s["http"] = over_http.output_tok_s
-        rounds.append(Round(**tok_s))
+        rounds.append({name: await turns[name](mine, concurrency) for name in names})
+        names.reverse()
     return SplitTax(concurrency, tuple(rounds))

@@ -1,12 +1,12 @@
-"""Runs the same engine without the split: scheduler core and worker in one process, no gRPC.
+"""Runs the engine without a service: scheduler core and worker in one process, no router, no gRPC.
 
-    echo '{"num_prompts": 32, "concurrency": 8}' | python bench/one_process.py --model DIR
+    echo '{"num_prompts": 32, "concurrency": 8}' | python bench/bare_engine.py --model DIR
 
 Each line of standard input is a round: a closed loop over the scheduler's core and the worker's
 step loop, as `scheduler_svc.session` and `gpu_worker.server` drive them, two steps in flight. Plans
-and results are encoded and decoded as they are between processes, but they travel nowhere. There
-is no router: no text is made. For each round, a line says how many tokens per second it produced.
-The flags are the worker's.
+and results are encoded and decoded as they are between processes, but they travel nowhere. No text
+is made, and there is no client: what `one_service.py` has besides is what serving costs. For each
+round, a line says how many tokens per second it produced. The flags are the worker's.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _SWITCH_INTERVAL_S = 1e-4
 """As in `rpc.server.run`."""
 
 
-class OneProcess:
+class BareEngine:
     """The engine: requests in, counts of tokens out."""
 
     def __init__(self, info: WorkerInfo, steps: StepLoop) -> None:
@@ -129,7 +129,7 @@ async def _main(settings: WorkerSettings) -> None:
     loop = asyncio.get_running_loop()
     info, steps = await asyncio.to_thread(load, settings, lambda *_: None, loop)
     await steps.attach(_ATTACHMENT)
-    engine = OneProcess(info, steps)
+    engine = BareEngine(info, steps)
     workload_fields = {field.name for field in fields(Workload)}
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -142,7 +142,7 @@ async def _main(settings: WorkerSettings) -> None:
 
 
 if __name__ == "__main__":
-    parsed = parse_settings(WorkerSettings, "bench/one_process.py")
-    logs.configure("warning", parsed.log_format, "one-process")
+    parsed = parse_settings(WorkerSettings, "bench/bare_engine.py")
+    logs.configure("warning", parsed.log_format, "bare-engine")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvloop.run(_main(parsed))

@@ -1,0 +1,61 @@
+"""Runs the whole service in one process and one event loop: router, scheduler and worker.
+
+    python bench/one_service.py --model DIR --uds SOCKET --http-port PORT
+
+The same code as in three processes, but that what goes between the three is handed over instead of
+sent (see in_process.py); the worker's steps have a thread of their own, as always. Clients find the
+router's faces, gRPC at the socket and HTTP at the port, as `quire up` has them. The flags are the
+worker's.
+"""
+
+import asyncio
+import contextlib
+from unittest.mock import patch
+
+from in_process import Links
+
+from gpu_worker.app import run_worker
+from gpu_worker.parallel.run import prepare_environment
+from gpu_worker.settings import WorkerSettings
+from router.app import run_router
+from router.settings import RouterSettings
+from rpc import logs
+from rpc.server import Addresses, run
+from rpc.settings import parse_settings
+from scheduler_svc.app import run_scheduler
+from scheduler_svc.settings import SchedulerSettings
+
+
+async def _main(settings: WorkerSettings) -> None:
+    links = Links()
+    is_loaded, stop = asyncio.Event(), asyncio.Event()
+
+    async def loaded(_: Addresses) -> None:
+        is_loaded.set()
+
+    with contextlib.ExitStack() as stack:
+        for app in ("gpu_worker.app", "scheduler_svc.app"):
+            stack.enter_context(patch(f"{app}.serve", links.serve))
+        for client in ("router.scheduler_link", "scheduler_svc.worker_client"):
+            stack.enter_context(patch(f"{client}.open_channel", links.open_channel))
+        async with asyncio.TaskGroup() as services:
+            services.create_task(run_worker(settings, on_started=loaded, stop=stop))
+            await is_loaded.wait()
+            # With an epoch it need not ask the worker for one, by a channel of another's.
+            services.create_task(run_scheduler(SchedulerSettings(epoch=1), stop=stop))
+            await run_router(
+                RouterSettings(
+                    model=settings.model,
+                    served_model_name=settings.served_model_name,
+                    uds=settings.uds,
+                    http_port=settings.http_port,
+                )
+            )
+            stop.set()
+
+
+if __name__ == "__main__":
+    parsed = parse_settings(WorkerSettings, "bench/one_service.py")
+    prepare_environment(parsed.master_addr)  # torch is imported later
+    logs.configure(parsed.log_level, parsed.log_format, "one-service")
+    run(_main(parsed))
