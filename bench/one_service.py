@@ -3,9 +3,9 @@
     python bench/one_service.py --model DIR --uds SOCKET --http-port PORT
 
 The same code as in three processes, but that what goes between the three is handed over instead of
-sent (see in_process.py); the worker's steps have a thread of their own, as always. Clients find the
-router's faces, gRPC at the socket and HTTP at the port, as `quire up` has them. The flags are the
-worker's.
+sent (see in_process.py). The worker's steps have a thread of their own, as always, which here
+shares Python's lock with all the rest. Clients find the router's faces, gRPC at the socket and HTTP
+at the port, as `quire up` has them. The flags are the worker's.
 """
 
 import asyncio
