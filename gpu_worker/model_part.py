@@ -186,7 +186,13 @@ def _structured_output(
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
     try:
-        return StructuredOutput(directory / "tokenizer.json", vocab_size, eos_token_ids, device)
+        return StructuredOutput(
+            directory / "tokenizer.json",
+            vocab_size,
+            eos_token_ids,
+            device,
+            is_beside=device.type != "cpu",
+        )
     except (OSError, ValueError) as error:
         _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
         return None

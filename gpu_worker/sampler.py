@@ -6,6 +6,7 @@ The order of operations is that of `quire.v1.SamplingParams`. Each part touches 
 that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from gpu_worker.draw import draw, uniforms
 from gpu_worker.penalties import TokenCounts
@@ -25,6 +27,10 @@ from kernels import ops
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
 _LEAST: Final = torch.finfo(torch.float32).min
+_LEAST_LOG: Final = -87.0
+"""The exponentials of lower numbers are no normal float32, and slow."""
+_LEAST_WEIGHT: Final = 1.7e-38
+"""Little above the exponential of that."""
 _NOBODY: Final = np.empty(0, np.int64)
 
 
@@ -115,7 +121,8 @@ class Sampler:
         table = self.table
         is_finite = _is_finite(logits)
         if table.is_plain[rows].all():  # as in most steps: nothing to look for below
-            return Sampled(self._choose(logits, rows, positions), is_finite, None, _NOBODY)
+            token_ids = self._choose(logits, rows, positions, is_suppressed=False)
+            return Sampled(token_ids, is_finite, None, _NOBODY)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -131,7 +138,7 @@ class Sampler:
             assert self._structured is not None
             stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
 
-        token_ids = self._choose(logits, rows, positions)
+        token_ids = self._choose(logits, rows, positions, is_suppressed=len(structured) > 0)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
@@ -207,12 +214,21 @@ class Sampler:
         logits: torch.Tensor,
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
+        *,
+        is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: by the logits as they are now, the most likely token or a draw."""
+        """int64[S]: by the logits as they are now, the most likely token or a draw.
+
+        `is_suppressed` says whether many of them may be -inf.
+        """
         drawn = self.table.temperature[rows].nonzero()[0]
         if not len(drawn):
             return _argmax(logits)
-        draw_tokens = self._draw_by_kernel if logits.is_cuda else self._draw
+        draw_tokens = (
+            self._draw_by_kernel
+            if logits.is_cuda
+            else functools.partial(self._draw, is_suppressed=is_suppressed)
+        )
         if len(drawn) == len(rows):
             return draw_tokens(logits, rows, positions)
         token_ids = _argmax(logits)
@@ -225,6 +241,8 @@ class Sampler:
         logits: torch.Tensor,
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
+        *,
+        is_suppressed: bool,
     ) -> torch.Tensor:
         """int64[S]: a draw for each; changes the logits."""
         table = self.table
@@ -238,7 +256,7 @@ class Sampler:
         # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
         maximum = logits.amax(1, keepdim=True).clamp_(min=_LEAST)
         scaled = logits.sub_(maximum).div_(temperature)  # in place: not needed again
-        weights = scaled.exp()
+        weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         return draw(weights, uniform)
 
@@ -275,6 +293,16 @@ class Sampler:
         chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
         top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
         return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
+
+
+def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
+    """`scaled.exp()` of numbers up to 0, many of them -inf, for which torch's takes twice as long.
+
+    Weights below `_LEAST_WEIGHT` are 0, too. Only a uniform number that is 0 could draw one of them:
+    the next one is 2^-53.
+    """
+    weights = F.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
+    return F.threshold_(weights, _LEAST_WEIGHT, 0.0)
 
 
 def _is_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ DIGITS = "start: /[0-9]{3}/"
 
 @pytest.fixture
 def structured():
-    made = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU)
+    made = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU, is_beside=False)
     yield made
     made.close()
 
@@ -114,4 +114,4 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ValueError):  # noqa: PT011  the library's words
-        StructuredOutput(path, VOCAB, [EOS], CPU)
+        StructuredOutput(path, VOCAB, [EOS], CPU, is_beside=False)
