@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from gpu_worker.draw import draw, uniforms
 from gpu_worker.penalties import TokenCounts
@@ -298,11 +297,11 @@ class Sampler:
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
     """`scaled.exp()` of numbers up to 0, many of them -inf, for which torch's takes twice as long.
 
-    Weights below `_LEAST_WEIGHT` are 0, too. Only a uniform number that is 0 could draw one of them:
-    the next one is 2^-53.
+    Weights below `_LEAST_WEIGHT` are 0, too: among likelier ones, the sum of which is at least 1,
+    only a uniform number of 0 would draw one, and the next is 2^-53.
     """
-    weights = F.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
-    return F.threshold_(weights, _LEAST_WEIGHT, 0.0)
+    weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
+    return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
 
 
 def _is_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,12 @@ VOCAB = 4096
 EOS = 1
 CPU = torch.device("cpu")
 DIGITS = "start: /[0-9]{3}/"
+SENTENCE = "start: /([a-z]{1,8} ){30,60}/"
 
 
-@pytest.fixture
-def structured():
-    made = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU, is_beside=False)
+@pytest.fixture(params=[False, True], ids=["at need", "beside"])
+def structured(request):
+    made = StructuredOutput(TOKENIZER, VOCAB, [EOS], CPU, is_beside=request.param)
     yield made
     made.close()
 
@@ -108,6 +109,45 @@ def test_a_row_whose_grammar_cannot_be_followed_is_stuck_alone(sampler):
     add(sampler, 1, DIGITS)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     assert sample(sampler, [0, 1], logits)[1] == [0]
+
+
+def test_rows_that_come_go_and_pause_keep_their_places_in_their_grammars(sampler):
+    tokenizer = llguidance.LLTokenizer(TOKENIZER.read_text(), n_vocab=VOCAB, eos_token=[EOS])
+    references = {}
+    generator = torch.Generator().manual_seed(5)
+    for step, rows in enumerate([[0, 1], [1], [0, 1], [1, 0], [0], [2, 0, 1], [0, 2], [1, 2], [0]]):
+        if step == 4:
+            sampler.release([1])
+            references.pop(1)
+        for row in rows:
+            if row not in references:
+                add(sampler, row, SENTENCE)
+                references[row] = llguidance.LLMatcher(tokenizer, SENTENCE)
+        logits = torch.randn(len(rows), VOCAB, generator=generator)
+        tokens, _ = sample(sampler, rows, logits)
+        for row, token, of_row in zip(rows, tokens, logits.numpy(), strict=True):
+            admitted = np.frombuffer(references[row].compute_logit_bias(), np.uint8) > 0
+            assert token == np.where(admitted, of_row, -np.inf).argmax()
+            references[row].consume_token(token)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
+def test_draws_among_suppressed_tokens_are_those_of_the_plain_exponential(
+    sampler, monkeypatch, temperature
+):
+    generator = torch.Generator().manual_seed(6)
+    rows, positions, outputs = ints(0, 1, 2), ints(9, 9, 9), ints(0, 0, 0)
+    for _ in range(30):
+        for row, grammar in enumerate([SENTENCE, None, 'start: "x" | /[a-z]*/']):
+            params = SamplingParams(seed=row, temperature=temperature, grammar=grammar, top_p=0.9)
+            sampler.add(row, params, np.array([7], np.int32), 1)
+        logits = torch.randn(3, VOCAB, generator=generator) * 20  # some far below the likeliest
+        drawn = sampler.sample(logits.clone(), rows, positions, outputs).token_ids
+        with monkeypatch.context() as patched:
+            patched.setattr("gpu_worker.sampler._exp_of_many_least", torch.exp)
+            plain = sampler.sample(logits.clone(), rows, positions, outputs).token_ids
+        assert torch.equal(drawn, plain)
+        sampler.release([0, 1, 2])
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
