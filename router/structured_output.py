@@ -3,6 +3,7 @@
 The grammars are those of llguidance, which the worker follows token by token.
 """
 
+import functools
 import json
 from typing import Final
 
@@ -14,10 +15,13 @@ from rpc.errors import InvalidArgumentError
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
+_MAX_KEPT: Final = 64
+"""Forms whose grammars are kept: requests often share one."""
 
 _FIELD: Final = "sampling.structured"
 
 
+@functools.lru_cache(_MAX_KEPT)
 def to_grammar(structured: StructuredOutput) -> StructuredOutput:
     """Gives the same form as a grammar; takes time, up to a second for an absurd one.
 

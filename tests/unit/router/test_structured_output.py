@@ -79,3 +79,10 @@ def test_what_is_no_form_is_refused_by_name(form, texts, field, problem):
         grammar(form, *texts)
     assert error.value.field == f"sampling.structured.{field}"
     assert problem in str(error.value)
+
+
+def test_a_form_that_was_asked_for_before_is_not_worked_out_again():
+    first, again = (
+        to_grammar(StructuredOutput(StructuredForm.REGEX, ("[a-c]{7}",))) for _ in range(2)
+    )
+    assert first is again
