@@ -83,7 +83,7 @@ async def measure(model: Path, num_tokens: int, num_rounds: int) -> dict[str, fl
                     free.append(pair[0])
                     mixed.append(pair[1])
     ratios = sorted(b / a for a, b in zip(free, mixed, strict=True))
-    print(f"model: {model.resolve().name}")
+    print(f"model: {model}")
     print(f"tokens/s of a free stream: {median(free):.1f} among free ones, ", end="")
     print(f"{median(mixed):.1f} among structured ones")
     print(f"free_speed_ratio {median(ratios):.3f} ({ratios[0]:.3f} … {ratios[-1]:.3f})")
