@@ -12,6 +12,7 @@ from rpc.health import Health
 from rpc.server import Addresses, serve
 
 if TYPE_CHECKING:
+    from gpu_worker.device_memory import MemoryMonitor
     from gpu_worker.step_loop import StepLoop
     from gpu_worker.worker_info import WorkerInfo
 
@@ -56,12 +57,12 @@ async def run_worker(
     async def start(addresses: Addresses) -> None:
         nonlocal step_loop, watch
         event_loop = asyncio.get_running_loop()
-        info, steps = await asyncio.to_thread(_load, settings, report, event_loop, leader)
+        info, steps, memory = await asyncio.to_thread(_load, settings, report, event_loop, leader)
         step_loop = steps
         watch = asyncio.create_task(steps.wait_failed(), name="failure of the steps")
         watch.add_done_callback(lambda _: stop.set())
         health.add_liveness("steps", steps.problem)
-        service.open(info, steps)
+        service.open(info, steps, memory)
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -93,7 +94,7 @@ def _load(
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None,
-) -> "tuple[WorkerInfo, StepLoop]":
+) -> "tuple[WorkerInfo, StepLoop, MemoryMonitor]":
     # Here and not above: torch takes seconds to import, and the ports should answer before.
     from gpu_worker.loading import load  # noqa: PLC0415
 

@@ -1,13 +1,21 @@
 """What a worker tells of itself, to protobuf: its limits, its state, and what it holds."""
 
 from collections.abc import Iterator
+from typing import Final
 
 from gpu_worker.holdings import HeldBlocks, HeldRow, Holdings
+from gpu_worker.memory_level import Level
 from gpu_worker.wire import token_logprob_to_proto
 from gpu_worker.worker_info import WorkerInfo, WorkerState
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32
 
+_LEVEL_TO_PROTO: Final = {
+    None: worker_pb2.MEMORY_LEVEL_UNSPECIFIED,
+    Level.OK: worker_pb2.MEMORY_LEVEL_OK,
+    Level.WARNING: worker_pb2.MEMORY_LEVEL_WARNING,
+    Level.CRITICAL: worker_pb2.MEMORY_LEVEL_CRITICAL,
+}
 _MAX_ROWS_BYTES = 512 * 1024
 _MAX_LABELS = 24 * 1024
 """Of one part of the holdings."""
@@ -43,6 +51,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=limits.num_saturating_tokens,
+        host_is_device_memory=info.host_is_device_memory,
     )
 
 
@@ -56,6 +65,7 @@ def worker_state_to_proto(
         step_id=state.step_id,
         num_rows_used=state.num_rows_used,
         has_scheduler=state.has_scheduler,
+        memory_level=_LEVEL_TO_PROTO[state.memory_level],
     )
 
 

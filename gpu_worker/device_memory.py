@@ -1,28 +1,22 @@
-"""Watches a GPU's memory as its driver and torch's allocator see it; tells when it gets short."""
+"""Watches the memory of a worker's device, beside its steps; tells when it gets short.
+
+Of a GPU as its driver and torch's allocator see it, of a CPU as the machine and the process's
+control group do.
+"""
 
 import threading
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import structlog
 import torch
 
-from gpu_worker import metrics
+from gpu_worker import memory, metrics
+from gpu_worker.memory_level import Level, LevelMeter, choose_thresholds
 
-_WARNING_SHARE = 0.03
-_CRITICAL_SHARE = 0.01
-_INTERVAL_S = 5.0
+_INTERVAL_S = 1.0
 
 _log = structlog.get_logger()
-
-
-class Level(Enum):
-    """How short memory is: less than 3 %, or 1 %, of all can still be had."""
-
-    OK = 0
-    WARNING = 1
-    CRITICAL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +25,7 @@ class DeviceMemory:
 
     total: int
     free: int
-    """What the driver has to give, to this process or another."""
+    """What the driver has to give, to this process or another; of a CPU what the system has."""
     reserved: int
     """What torch has of it."""
     allocated: int
@@ -48,13 +42,6 @@ class DeviceMemory:
     def fragmentation(self) -> float:
         """The share of what torch has that is free between tensors."""
         return self.split / self.reserved if self.reserved else 0.0
-
-    @property
-    def level(self) -> Level:
-        """How short it is."""
-        if self.available < _CRITICAL_SHARE * self.total:
-            return Level.CRITICAL
-        return Level.WARNING if self.available < _WARNING_SHARE * self.total else Level.OK
 
 
 class Driver(Protocol):
@@ -83,48 +70,90 @@ class CudaDriver:
         )
 
 
-class MemoryMonitor:
-    """Tells metrics what there is, and the log when the level changes."""
+class CpuSystem:
+    """What the machine, or the control group of this process, lets it have."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> DeviceMemory:
+        """See `Driver`."""
+        total = memory.device_total_bytes(self._device)
+        free = memory.device_available_bytes(self._device)
+        return DeviceMemory(total, free, reserved=0, allocated=0, split=0)
+
+
+def watch_device(
+    device: torch.device, warning_share: float | None, critical_share: float | None
+) -> "MemoryMonitor":
+    """Begin to watch a device that is ready to serve; `choose_thresholds` has the shares."""
+    driver = CudaDriver(device) if device.type == "cuda" else CpuSystem(device)
+    monitor = MemoryMonitor(driver, warning_share, critical_share)
+    monitor.start()
+    return monitor
+
+
+class MemoryMonitor:
+    """Has the level, tells metrics what there is, and the log when the level changes."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        warning_share: float | None = None,
+        critical_share: float | None = None,
+    ) -> None:
+        """Look what there is, by which thresholds that are not given are chosen."""
         self._driver = driver
-        self._level = Level.OK
+        first = driver.read()
+        self._thresholds = choose_thresholds(
+            warning_share, critical_share, first.available, first.total
+        )
+        self._meter = LevelMeter()
+        self._has_failed = False
+
+    @property
+    def level(self) -> Level | None:
+        """How short memory is, as of the last look; None: it is watched no more."""
+        return None if self._has_failed else self._meter.level
 
     def check(self) -> Level:
         """Look once."""
-        memory = self._driver.read()
+        seen = self._driver.read()
         kinds = {
-            "total": memory.total,
-            "free": memory.free,
-            "reserved": memory.reserved,
-            "allocated": memory.allocated,
+            "total": seen.total,
+            "free": seen.free,
+            "reserved": seen.reserved,
+            "allocated": seen.allocated,
         }
         for kind, num_bytes in kinds.items():
             metrics.DEVICE_MEMORY_BYTES.labels(kind).set(num_bytes)
-        metrics.DEVICE_MEMORY_FRAGMENTATION.set(memory.fragmentation)
-        metrics.DEVICE_MEMORY_LEVEL.set(memory.level.value)
-        if memory.level is not self._level:
-            tell = _log.info if memory.level is Level.OK else _log.warning
+        metrics.DEVICE_MEMORY_FRAGMENTATION.set(seen.fragmentation)
+        before = self._meter.level
+        level = self._meter.take(self._thresholds.level(seen.available, seen.total))
+        metrics.DEVICE_MEMORY_LEVEL.set(level.value)
+        if level is not before:
+            tell = _log.info if level is Level.OK else _log.warning
             tell(
                 "device memory",
-                level=memory.level.name,
-                before=self._level.name,
-                available_bytes=memory.available,
-                fragmentation=round(memory.fragmentation, 3),
+                level=level.name,
+                before=before.name,
+                available_bytes=seen.available,
+                fragmentation=round(seen.fragmentation, 3),
                 **kinds,
             )
-            self._level = memory.level
-        return memory.level
+        return level
 
     def start(self) -> None:
-        """Look every five seconds, on a thread that ends with the process."""
-        threading.Thread(target=self._run, name="device-memory", daemon=True).start()
+        """Look every second, on a thread that ends with the process."""
+        threading.Thread(target=self.run, name="device-memory", daemon=True).start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Look until it cannot be done."""
         never = threading.Event()
         try:
             while True:
                 self.check()
                 never.wait(_INTERVAL_S)
-        except RuntimeError as error:  # the device has failed, which the steps tell
+        except (RuntimeError, OSError, ValueError) as error:  # a device's failure the steps tell
+            self._has_failed = True
             _log.warning("device memory is watched no more", error=str(error))

@@ -8,7 +8,7 @@ import torch
 
 from gpu_worker import memory, metrics
 from gpu_worker.device import device_name
-from gpu_worker.device_memory import CudaDriver, MemoryMonitor
+from gpu_worker.device_memory import MemoryMonitor, watch_device
 from gpu_worker.executor import Executor
 from gpu_worker.model_part import ModelPart, load_part
 from gpu_worker.parallel.group import Member
@@ -31,7 +31,7 @@ def load(
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
-) -> tuple[WorkerInfo, StepLoop]:
+) -> tuple[WorkerInfo, StepLoop, MemoryMonitor]:
     """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
 
     What `report` raises ends it. `leader` has the other ranks, if the model is on several devices.
@@ -51,12 +51,11 @@ def load(
     loaded = load_part(member, report, meet)
     info = _describe(settings, loaded)
     _tell(settings, loaded, info)
-    if loaded.device.type == "cuda":
-        MemoryMonitor(CudaDriver(loaded.device)).start()
+    shares = settings.memory_warning_share, settings.memory_critical_share
+    memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
-    return info, StepLoop(
-        executor if leader is None else LeadingExecutor(executor, leader), event_loop
-    )
+    steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
+    return info, steps, memory_monitor
 
 
 def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
@@ -82,6 +81,7 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
         takes_kv=num_ranks == 1,
         max_num_blocks=loaded.max_num_blocks,
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
+        host_is_device_memory=loaded.device.type == "cpu",
     )
 
 

@@ -33,7 +33,8 @@ SPEC_DECODE_ACCEPTED_TOKENS = Counter(
 )
 DEVICE_MEMORY_BYTES = Gauge(
     "quire_worker_device_memory_bytes",
-    "A GPU's memory: total and free by its driver, reserved and allocated by torch's allocator.",
+    "The device's memory: total and free by its driver, reserved and allocated by torch's"
+    " allocator; of a CPU total and free, as far as the process may have it.",
     ["kind"],
 )
 DEVICE_MEMORY_FRAGMENTATION = Gauge(
@@ -42,7 +43,8 @@ DEVICE_MEMORY_FRAGMENTATION = Gauge(
 )
 DEVICE_MEMORY_LEVEL = Gauge(
     "quire_worker_device_memory_level",
-    "0: enough; 1: less than 3 % of a GPU's memory can still be had; 2: less than 1 %.",
+    "How short the device's memory is: 0 enough; 1 less than --memory-warning-share can be had; 2"
+    " less than --memory-critical-share. The scheduler has less run.",
 )
 DISK_MOVES = Counter(
     "quire_worker_disk_moves",

@@ -18,6 +18,7 @@ from gpu_worker.description_wire import (
 )
 from gpu_worker.holdings import Holdings
 from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
+from gpu_worker.memory_level import WatchedMemory
 from gpu_worker.result_stream import ResultStream
 from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.wire import (
@@ -89,6 +90,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._tls = tls
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
+        self._memory: WatchedMemory | None = None
         self._attachments = Attachments()
         self._executions: set[_Execution] = set()
         self._is_leaving = asyncio.Event()
@@ -101,9 +103,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._heard_s = 0.0
         """When the scheduler was heard of last, by the event loop's clock."""
 
-    def open(self, info: WorkerInfo, steps: Steps) -> None:
-        """The model is there: serve it."""
-        self._info, self._steps = info, steps
+    def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
+        """The model is there: serve it. `memory` is the device's; None: nobody watches it."""
+        self._info, self._steps, self._memory = info, steps, memory
 
     @property
     def num_live_seqs(self) -> int:
@@ -216,6 +218,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             step_id=attachment.done_step_id,
             num_rows_used=self._steps.num_rows_used,
             has_scheduler=bool(self._executions) and now_s - self._heard_s < LOST_AFTER_S,
+            memory_level=None if self._memory is None else self._memory.level,
         )
         return worker_state_to_proto(self._info, state)
 

@@ -68,6 +68,15 @@ class WorkerSettings(ProcessSettings):
     """Layers whose KV is stored in what the model computes in all the same, from 0: 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, work space and KV may take together."""
+    memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """If less than this share of the device's memory can still be had, no more sequences run at
+    once than did at that moment, and prompts are computed in smaller parts. A CPU's memory is what
+    the machine or the container lets the process have. 0: never. Unset: 0.03, or half of what can
+    be had when the worker is ready, if that is less."""
+    memory_critical_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """If less than this share can still be had, half of the running sequences are preempted, and
+    half of the others for each ten seconds that it lasts. 0: never. Unset: 0.01, or a quarter of
+    what can be had when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Host memory in GiB for KV that the device has no room for; unset: on a GPU 4 GiB or a quarter
     of what is free, whichever is less, on a CPU none, because there it is the same memory."""
@@ -192,6 +201,16 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(
                 f"disk_kv_codec is {disk}; it must not be less precise once more where"
                 f" host_kv_codec is {host}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warns_first(self) -> Self:
+        warning, critical = self.memory_warning_share, self.memory_critical_share
+        if warning is not None and critical is not None and critical > warning:
+            raise ValueError(
+                f"memory_critical_share is {critical}; it must be at most memory_warning_share,"
+                f" {warning}"
             )
         return self
 

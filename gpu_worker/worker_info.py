@@ -3,6 +3,7 @@
 import secrets
 from dataclasses import dataclass, field
 
+from gpu_worker.memory_level import Level
 from gpu_worker.step import Limits
 
 
@@ -53,6 +54,8 @@ class WorkerInfo:
     """Most device blocks that its pool can be resized to; None: its size is fixed."""
     min_num_blocks: int = 1
     """Fewest that it can be resized to."""
+    host_is_device_memory: bool = False
+    """Whether host blocks take from the memory that device blocks are in."""
     instance_id: int = field(default_factory=new_instance_id)
     """Tells this start of this worker from all others."""
 
@@ -74,3 +77,5 @@ class WorkerState:
     num_rows_used: int
     has_scheduler: bool
     """Whether one has a stream of steps open."""
+    memory_level: Level | None = None
+    """How short the device's memory is; None: it is not watched."""

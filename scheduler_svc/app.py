@@ -185,6 +185,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_defragment_moves=settings.max_defragment_moves,
         max_prefill_chunk=settings.max_prefill_chunk,
         num_host_blocks=info.num_host_blocks,
+        host_is_device_memory=info.host_is_device_memory,
         bytes_per_block=info.block_bytes,
         swap_bytes_per_s=info.swap_bytes_per_s,
         prefill_tokens_per_s=info.prefill_tokens_per_s,

@@ -10,6 +10,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.migration import ExportId, ImportId, MovedRequest
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 
@@ -76,6 +77,13 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True)
+class SetMemoryLevel:
+    """`core.set_memory_level(level)`."""
+
+    level: MemoryLevel
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """`core.schedule(now, max_paced_tokens, max_prompt_tokens)`."""
 
@@ -133,6 +141,7 @@ Call: TypeAlias = (
     | Defragment
     | Shrink
     | Resize
+    | SetMemoryLevel
     | Schedule
     | Update
     | Move

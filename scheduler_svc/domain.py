@@ -56,6 +56,8 @@ class WorkerInfo:
     """Most device blocks that it can be resized to; None: their number is fixed."""
     min_num_blocks: int = 1
     """Fewest that it can be resized to."""
+    host_is_device_memory: bool = False
+    """Whether its host blocks are in the memory that its device blocks are in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -151,6 +151,11 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
         "Share of the device blocks that sequences hold, in [0, 1].",
         lambda load: 1 - (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks,
     ),
+    (
+        "quire_memory_level",
+        "How short the worker's memory is: 0 enough; 1 warning, no more run; 2 critical, fewer do.",
+        lambda load: load.memory_level.value,
+    ),
     ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),
     ("quire_kv_free_blocks", "Device blocks that hold nothing.", lambda load: load.num_free_blocks),
     (
@@ -263,6 +268,11 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
         "quire_kv_spilled_blocks",
         "Blocks of swapped sequences moved to the disk to make room on the host.",
         lambda load: load.num_spilled_blocks,
+    ),
+    (
+        "quire_memory_preemptions",
+        "Sequences preempted so that fewer run, because the worker's memory was critical.",
+        lambda load: load.num_memory_preemptions,
     ),
     ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
 )

@@ -37,6 +37,7 @@ from scheduler_svc.core_calls import (
     Inherit,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -229,6 +230,10 @@ class _Recording:
                 self._cut_off(self.core.cancel(source, keys))
             case Defragment():  # moves blocks, and nobody's tokens
                 self.core.defragment()
+            case SetMemoryLevel():
+                raise RecordingError(
+                    "its worker's memory was short: how long it is, another policy decides"
+                )
             case Shrink() | Resize():
                 raise RecordingError(
                     "its worker's pool was resized: when that could be, another policy decides"

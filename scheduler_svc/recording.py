@@ -22,6 +22,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.migration import Export, ExportId, Import, ImportId, MovedRequest
 from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.core_calls import (
@@ -38,6 +39,7 @@ from scheduler_svc.core_calls import (
     Inherit,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -95,6 +97,10 @@ class RecordingScheduler(Successor):
     def resize(self, num_blocks: int) -> None:
         """See `Scheduler`."""
         self._recorded(Resize(num_blocks), super().resize, num_blocks)
+
+    def set_memory_level(self, level: MemoryLevel) -> None:
+        """See `PressedScheduler`."""
+        self._recorded(SetMemoryLevel(level), super().set_memory_level, level)
 
     def schedule(
         self,

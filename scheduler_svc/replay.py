@@ -26,6 +26,7 @@ from scheduler_svc.core_calls import (
     RecordedPlan,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -68,6 +69,8 @@ class Preemption:
     num_known_tokens: int
     has_failed_swap_in: bool
     """Why: a block of it cannot be trusted, whatever is free."""
+    is_for_memory: bool
+    """Why: fewer were to run, for the worker's memory was critical."""
     num_host_blocks: int
     """Host blocks that keep its KV meanwhile; 0: it was dropped."""
     resumed_step_id: int | None = None
@@ -202,6 +205,8 @@ class _Replayer:
                 self._core.shrink(num_blocks)
             case Resize(num_blocks):
                 self._core.resize(num_blocks)
+            case SetMemoryLevel(level):
+                self._core.set_memory_level(level)
             case Schedule(now, max_paced_tokens, max_prompt_tokens):
                 plan = self._core.schedule(now, max_paced_tokens, max_prompt_tokens)
                 self._hear_finished(self._core.take_expired())
@@ -282,7 +287,8 @@ class _WatchedScheduler(Successor):
             + (seq.copy_from is not None),
             num_freed_blocks=0,
             num_known_tokens=self._rows.num_tokens(seq.row),
-            has_failed_swap_in=not can_swap,
+            has_failed_swap_in=not can_swap and not self.has_too_many,
+            is_for_memory=self.has_too_many,
             num_host_blocks=0,
         )
         super()._preempt(seq, can_swap=can_swap, must_swap=must_swap)

@@ -18,6 +18,7 @@ from scheduler_svc.core_calls import (
     RecordedPlan,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -95,6 +96,8 @@ def _name_call(difference: Difference) -> str:
             return f"shrink to {num_blocks} blocks"
         case Resize(num_blocks):
             return f"resize to {num_blocks} blocks"
+        case SetMemoryLevel(level):
+            return f"set_memory_level to {level.name}"
         case Schedule(now):
             return f"schedule at {now:.6f} s"
         case Update(outcome):
@@ -162,20 +165,25 @@ def _describe_times(times_s: Sequence[float]) -> str:
     )
 
 
+def _reason(it: Preemption) -> str:
+    if it.is_for_memory:
+        return "the worker's memory was critical, and too many ran"
+    if it.has_failed_swap_in:
+        return "a block that was swapped in for it is not what was swapped out"
+    missing = it.num_blocks_due - it.num_free_blocks
+    return (
+        f"the running sequences needed {_blocks(it.num_blocks_due)}, {it.num_free_blocks} were "
+        f"free, {it.num_held_blocks} more held by steps in flight: {missing} too few"
+    )
+
+
 def _describe_preemption(number: int, it: Preemption, replay: Replay) -> Iterator[str]:
     what = f"a search, with {it.num_beams} beams," if it.num_beams else f"output {it.output_index}"
     yield (
         f"preemption {number}, planning step {it.step_id}: sequence {it.seq_id}, "
         f"{what} of request {it.request_id!r}"
     )
-    missing = it.num_blocks_due - it.num_free_blocks
-    yield (
-        "  why:   a block that was swapped in for it is not what was swapped out"
-        if it.has_failed_swap_in
-        else f"  why:   the running sequences needed {_blocks(it.num_blocks_due)}, "
-        f"{it.num_free_blocks} were free, {it.num_held_blocks} more held by steps in flight: "
-        f"{missing} too few"
-    )
+    yield f"  why:   {_reason(it)}"
     arrived = it.arrived - (replay.first_now or 0.0)
     came = f"{it.num_later} came later, but rank before it" if it.num_later else "it came last"
     yield f"  who:   of {it.num_running} running {came}; it arrived at {arrived:.3f} s"

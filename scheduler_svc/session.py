@@ -32,6 +32,7 @@ from scheduler_svc.domain import (
     WorkerInfo,
 )
 from scheduler_svc.losses import Losses
+from scheduler_svc.memory_watch import MemoryWatch
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
 from scheduler_svc.refusal import refusal_from_core
@@ -87,6 +88,7 @@ class Session:
         self._placement_load: WorkerLoad | None = None
         """As of the last time that somebody asked; None: it may have changed."""
         self._space_watch = SpaceWatch(link.info.worker_id)
+        self._memory_watch = MemoryWatch(link.info.worker_id, core)
         self._losses = Losses()
         self._is_handing_over = False
         self._settled = asyncio.Event()
@@ -269,6 +271,7 @@ class Session:
             self._apply_commands()
             for result in self._link.take_results():
                 self._apply_result(result)
+            self._memory_watch.hear(self._link.memory_level)
             if self._is_handing_over and not self._core.num_steps_in_flight:
                 self._settled.set()
             if self._bug is not None:

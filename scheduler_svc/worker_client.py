@@ -18,8 +18,10 @@ from rpc.status import calling
 from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
+from scheduler_svc.wire.memory_level import memory_level_from_proto
 from scheduler_svc.wire.worker import (
     WorkerResult,
     plan_to_proto,
@@ -65,7 +67,7 @@ class WorkerLink:
     """An attached worker, until it is lost; then a new link is made.
 
     Nothing here waits: `send` queues, results are collected as they come, and `wake` is set
-    whenever there is a result to take or the worker is lost.
+    whenever there is a result to take, its memory's level has changed, or the worker is lost.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class WorkerLink:
         """What the worker held when it was attached."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
+        self.memory_level = MemoryLevel.OK
+        """How short its memory is, as of its last beat."""
         self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
         """Done when the worker is about to end, and its sequences should be elsewhere."""
         self._config = config
@@ -217,12 +221,16 @@ class WorkerLink:
         request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
         while True:
             try:
-                await self._stub.DescribeDevice(request)
+                state = await self._stub.DescribeDevice(request)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     self._silence.heard()  # whatever it says, it answers
             else:
                 self._silence.heard()
+                level = memory_level_from_proto(state.memory_level)
+                if level is not self.memory_level:
+                    self.memory_level = level
+                    self._wake.set()
             await asyncio.sleep(BEAT_S)
 
     async def _watch_silence(self) -> None:

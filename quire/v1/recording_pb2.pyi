@@ -24,7 +24,7 @@ class RecordingHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., quire_version: _Optional[str] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., started_at_s: _Optional[float] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class RecordingEntry(_message.Message):
-    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "inherit", "shrink", "resize", "end", "begin_export", "end_export", "begin_import", "end_import", "raised")
+    __slots__ = ("submit", "cancel", "cancel_source", "schedule", "update", "defragment", "inherit", "shrink", "resize", "memory_level", "end", "begin_export", "end_export", "begin_import", "end_import", "raised")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class RecordingEntry(_message.Message):
     INHERIT_FIELD_NUMBER: _ClassVar[int]
     SHRINK_FIELD_NUMBER: _ClassVar[int]
     RESIZE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     BEGIN_EXPORT_FIELD_NUMBER: _ClassVar[int]
     END_EXPORT_FIELD_NUMBER: _ClassVar[int]
@@ -49,13 +50,14 @@ class RecordingEntry(_message.Message):
     inherit: RecordedInherit
     shrink: RecordedShrink
     resize: RecordedResize
+    memory_level: RecordedMemoryLevel
     end: RecordingEnd
     begin_export: RecordedBeginExport
     end_export: RecordedEndExport
     begin_import: RecordedBeginImport
     end_import: RecordedEndImport
     raised: str
-    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., inherit: _Optional[_Union[RecordedInherit, _Mapping]] = ..., shrink: _Optional[_Union[RecordedShrink, _Mapping]] = ..., resize: _Optional[_Union[RecordedResize, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., begin_export: _Optional[_Union[RecordedBeginExport, _Mapping]] = ..., end_export: _Optional[_Union[RecordedEndExport, _Mapping]] = ..., begin_import: _Optional[_Union[RecordedBeginImport, _Mapping]] = ..., end_import: _Optional[_Union[RecordedEndImport, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[RecordedSubmit, _Mapping]] = ..., cancel: _Optional[_Union[RecordedCancel, _Mapping]] = ..., cancel_source: _Optional[_Union[RecordedCancelSource, _Mapping]] = ..., schedule: _Optional[_Union[RecordedSchedule, _Mapping]] = ..., update: _Optional[_Union[RecordedUpdate, _Mapping]] = ..., defragment: _Optional[_Union[RecordedDefragment, _Mapping]] = ..., inherit: _Optional[_Union[RecordedInherit, _Mapping]] = ..., shrink: _Optional[_Union[RecordedShrink, _Mapping]] = ..., resize: _Optional[_Union[RecordedResize, _Mapping]] = ..., memory_level: _Optional[_Union[RecordedMemoryLevel, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., begin_export: _Optional[_Union[RecordedBeginExport, _Mapping]] = ..., end_export: _Optional[_Union[RecordedEndExport, _Mapping]] = ..., begin_import: _Optional[_Union[RecordedBeginImport, _Mapping]] = ..., end_import: _Optional[_Union[RecordedEndImport, _Mapping]] = ..., raised: _Optional[str] = ...) -> None: ...
 
 class RecordedSubmit(_message.Message):
     __slots__ = ("now", "source", "first_seq_key", "request_id", "prompt_token_ids", "n", "max_tokens", "sampling", "cache_salt", "traceparent", "outputs", "more_json")
@@ -130,6 +132,12 @@ class RecordedResize(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class RecordedMemoryLevel(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: _worker_pb2.MemoryLevel
+    def __init__(self, level: _Optional[_Union[_worker_pb2.MemoryLevel, str]] = ...) -> None: ...
 
 class RecordedSchedule(_message.Message):
     __slots__ = ("now", "plan", "max_paced_tokens", "max_prompt_tokens")

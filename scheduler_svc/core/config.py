@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.pressure import MemoryLevel
 
 
 class PreemptionMode(StrEnum):
@@ -60,6 +61,8 @@ class SchedulerConfig:
     """Most known tokens of one sequence in one step; None: the token budget."""
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
+    host_is_device_memory: bool = False
+    """Whether what goes to the host leaves the device's memory as full as it was, as on a CPU."""
     bytes_per_block: int = 0
     """Size of a block, in either tier."""
     swap_bytes_per_s: float = 0.0
@@ -222,3 +225,7 @@ class SchedulerLoad:
     """Stores and loads that failed, since the start."""
     num_spilled_blocks: int
     """Blocks of swapped sequences moved to the disk, since the start."""
+    memory_level: MemoryLevel = MemoryLevel.OK
+    """How short the worker's memory is, as it was last told."""
+    num_memory_preemptions: int = 0
+    """Of the preemptions those because of that."""

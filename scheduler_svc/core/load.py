@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.fragmentation import SpaceReport, measure
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.sequence import RUNNING
 
 if TYPE_CHECKING:
@@ -67,9 +68,15 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
     return PromptQueue(core._running.num_decoding, num_tokens, num_short_tokens)
 
 
-def read_load(core: "Scheduler") -> SchedulerLoad:
+def read_load(
+    core: "Scheduler",
+    memory_level: MemoryLevel = MemoryLevel.OK,
+    num_memory_preemptions: int = 0,
+) -> SchedulerLoad:
     """Take a snapshot of `core`; it costs the same whatever there is."""
     return SchedulerLoad(
+        memory_level=memory_level,
+        num_memory_preemptions=num_memory_preemptions,
         num_running=len(core._running),
         num_waiting=len(core._waiting) + len(core._fetching) + core._live.num_siblings,
         num_swapped=core._waiting.num_swapped + core._fetching.num_swapped,

@@ -15,11 +15,11 @@ from scheduler_svc.core.acceptance import check_length, max_request_len
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.pressed import PressedScheduler
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import Scheduler
 
 
-class ResizableScheduler(Scheduler):
+class ResizableScheduler(PressedScheduler):
     """The sequences of one worker, and its blocks, of which there may be more or fewer."""
 
     def __init__(self, config: SchedulerConfig) -> None:

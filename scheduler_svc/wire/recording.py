@@ -33,6 +33,7 @@ from scheduler_svc.core_calls import (
     RecordedSequence,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -40,6 +41,7 @@ from scheduler_svc.core_calls import (
 )
 from scheduler_svc.wire.frames import CutOff, RecordingError, read_frames
 from scheduler_svc.wire.holdings import holdings_from_proto, holdings_to_proto
+from scheduler_svc.wire.memory_level import memory_level_from_proto, memory_level_to_proto
 from scheduler_svc.wire.recorded_moves import move_from_proto, move_to_proto
 
 FORMAT_VERSION: Final = 1
@@ -107,6 +109,8 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
             entry.shrink.num_blocks = num_blocks
         case Resize(num_blocks):
             entry.resize.num_blocks = num_blocks
+        case SetMemoryLevel(level):
+            entry.memory_level.level = memory_level_to_proto(level)
         case BeginExport() | EndExport() | BeginImport() | EndImport():
             move_to_proto(call, entry, _request_to_proto)
     return entry.SerializeToString()
@@ -249,6 +253,8 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             call = Shrink(message.shrink.num_blocks)
         case "resize":
             call = Resize(message.resize.num_blocks)
+        case "memory_level":
+            call = SetMemoryLevel(memory_level_from_proto(message.memory_level.level))
         case "begin_export" | "end_export" | "begin_import" | "end_import":
             call = move_from_proto(message, _request_from_proto)
         case "end":

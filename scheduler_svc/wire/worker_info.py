@@ -46,6 +46,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         num_draft_tokens=message.num_draft_tokens,
         max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
         min_num_blocks=message.min_num_blocks or 1,
+        host_is_device_memory=message.host_is_device_memory,
     )
     _check_ranges(info)
     _check_together(info)

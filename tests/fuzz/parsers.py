@@ -39,6 +39,7 @@ from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
 from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core_calls import (
@@ -48,6 +49,7 @@ from scheduler_svc.core_calls import (
     End,
     Resize,
     Schedule,
+    SetMemoryLevel,
     Shrink,
     Submit,
     Update,
@@ -273,6 +275,7 @@ def _recording_payloads() -> list[bytes]:
         call_to_payload(Defragment(), None, ""),
         call_to_payload(Shrink(4), None, ""),
         call_to_payload(Resize(4), None, ""),
+        call_to_payload(SetMemoryLevel(MemoryLevel.WARNING), None, ""),
         end_to_payload(End("over")),
     ]
 

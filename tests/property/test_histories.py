@@ -11,6 +11,7 @@ from hypothesis import settings
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.pressure import MemoryLevel
 from tests.property.test_scheduler import SchedulerMachine
 
 NUM_RULES = 250
@@ -18,6 +19,7 @@ MAX_LIVE = 6
 MAX_CROWD = 12
 COUNTERS = (
     "num_preemptions",
+    "num_memory_preemptions",
     "num_swapped_out_blocks",
     "num_swapped_in_blocks",
     "num_demoted_blocks",
@@ -107,6 +109,8 @@ def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
     machine = SchedulerMachine()
     is_crowd = draw.random() < 0.3
     """Whether they are many and grow all the time: then several are swapped, and some spill."""
+    more_draw = Random(f"more {seed}")  # so that other histories are what they were
+    is_pressed = more_draw.random() < 0.3
     searches = draw.choice([0, 0, 0.5])
     start(machine, draw, is_crowd=is_crowd, has_searches=searches > 0)
     corruption, cancellation = draw.choice([0, 0.02, 0.1]), draw.choice([0, 0.02, 0.1])
@@ -140,6 +144,8 @@ def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
         if draw.random() < 0.02:
             machine.core.defragment()
         resize(machine, draw, reached)
+        if is_pressed and more_draw.random() < 0.03:
+            machine.press(more_draw.choice(list(MemoryLevel)))
         machine.check_books()
         machine.num_rule_steps["histories"] += 1
     machine.teardown()

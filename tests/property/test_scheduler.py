@@ -16,6 +16,7 @@ from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, Resiz
 from scheduler_svc.core.holdings import identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.successor import Successor
 from tests.property.configs import CHOICES, tiny_config
@@ -167,6 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
+            most, running = self.core._pressure.max_running, self.core._running
+            assert most is None or len(running) <= most or running.is_alone
         elif in_flight == 0:
             assert not self.must_go_on, (
                 "nothing is in flight, nothing is planned, and not all is done"
@@ -192,6 +195,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.unanswered:
                 self.update()
             check(self.core)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(level=st.sampled_from(MemoryLevel))
+    def press(self, level):
+        """Others take the worker's memory, or give it back; at the end it is as short as it was."""
+        self.core.set_memory_level(level)
+        self.now += 5 * (level is MemoryLevel.CRITICAL)
 
     @precondition(lambda self: self.oracle.live)
     @rule()

@@ -1,9 +1,11 @@
-"""A worker says when its GPU's memory gets short, once for each change."""
+"""A worker says when its device's memory gets short, once for each change."""
 
 import structlog
+import torch
 from prometheus_client import REGISTRY
 
-from gpu_worker.device_memory import DeviceMemory, Level, MemoryMonitor
+from gpu_worker import memory
+from gpu_worker.device_memory import CpuSystem, DeviceMemory, Level, MemoryMonitor
 
 
 class FakeDriver:
@@ -27,7 +29,8 @@ def test_levels_change_with_what_can_be_had_and_are_told_once():
         driver.free, driver.allocated = 0, 891
         assert monitor.check() is Level.CRITICAL
         driver.free = 100
-        assert monitor.check() is Level.OK
+        assert [monitor.check() for _ in range(5)] == [Level.CRITICAL] * 4 + [Level.OK]
+    assert monitor.level is Level.OK
     told = [(line["log_level"], line["before"], line["level"]) for line in logs]
     assert told == [
         ("warning", "OK", "WARNING"),
@@ -35,6 +38,21 @@ def test_levels_change_with_what_can_be_had_and_are_told_once():
         ("info", "CRITICAL", "OK"),
     ]
     assert logs[1]["available_bytes"] == 9
+
+
+def test_a_driver_that_fails_is_watched_no_more_and_nothing_is_short_for_it():
+    driver = FakeDriver()
+    monitor = MemoryMonitor(driver, warning_share=1.0)
+    assert monitor.check() is Level.WARNING
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    driver.read = fail
+    with structlog.testing.capture_logs() as logs:
+        monitor.run()
+    assert monitor.level is None
+    assert logs[0]["error"] == "the device is gone"
 
 
 def test_metrics_have_what_driver_and_allocator_say():
@@ -51,3 +69,12 @@ def test_metrics_have_what_driver_and_allocator_say():
 
 def test_a_device_of_which_torch_has_nothing_is_not_fragmented():
     assert DeviceMemory(1000, 1000, 0, 0, 0).fragmentation == 0
+
+
+def test_a_cpu_has_what_its_control_group_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("990\n")
+    (tmp_path / "memory.stat").write_text("anon 900\ninactive_file 15\n")
+    seen = CpuSystem(torch.device("cpu")).read()
+    assert (seen.total, seen.available) == (1000, 25)

@@ -1,0 +1,81 @@
+"""How short memory is, by how much of it can still be had. Needs no torch, as the server does not.
+
+A level that is worse counts at once. A better one counts when every reading of a while was better:
+what is done about a level changes what is read, and must not be undone by the first sign of that.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+_NUM_CALM = 5
+"""Readings, each better than the level, after which it is left."""
+_WARNING_SHARE = 0.03
+_CRITICAL_SHARE = 0.01
+
+
+class Level(Enum):
+    """How short memory is; the numbers are those of the metric."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+class WatchedMemory(Protocol):
+    """What is asked for the level; from any thread."""
+
+    @property
+    def level(self) -> Level | None:
+        """How short memory is; None: it is not watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Shares of all memory; if less than that can be had, it is short."""
+
+    warning: float
+    critical: float
+
+    def level(self, available: int, total: int) -> Level:
+        """Return what `available` of `total` bytes are."""
+        if available < self.critical * total:
+            return Level.CRITICAL
+        return Level.WARNING if available < self.warning * total else Level.OK
+
+
+def choose_thresholds(
+    warning: float | None, critical: float | None, available: int, total: int
+) -> Thresholds:
+    """Take what the operator says; else 3 % and 1 %, or less on a device that is full by plan.
+
+    Args:
+        warning: Share of all memory; None: nobody says.
+        critical: Likewise.
+        available: Bytes that can be had when the worker is ready. A level that the planned use
+            brings about, with half of this still there, would be none to act on.
+        total: All bytes.
+    """
+    at_first = available / total if total else 0.0
+    return Thresholds(
+        min(_WARNING_SHARE, at_first / 2) if warning is None else warning,
+        min(_CRITICAL_SHARE, at_first / 4) if critical is None else critical,
+    )
+
+
+class LevelMeter:
+    """Follows the readings of one memory."""
+
+    def __init__(self) -> None:
+        self.level = Level.OK
+        self._calm: list[Level] = []  # the last readings, as long as each was better
+
+    def take(self, read: Level) -> Level:
+        """Take one more reading; return the level, which may have changed."""
+        if read.value >= self.level.value:
+            self.level, self._calm = read, []
+            return self.level
+        self._calm.append(read)
+        if len(self._calm) == _NUM_CALM:
+            self.level, self._calm = max(self._calm, key=lambda level: level.value), []
+        return self.level
