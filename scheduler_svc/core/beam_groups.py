@@ -69,6 +69,11 @@ class BeamGroups:
         return frozenset(seq.row for seq in places if seq.row is not None)
 
     @property
+    def num_spares(self) -> int:
+        """Rows that are kept for beams."""
+        return sum(len(group.spares) for group in self)
+
+    @property
     def num_blocks_due(self) -> int:
         """Blocks that `advance` takes, at most."""
         if not self._groups:

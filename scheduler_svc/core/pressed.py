@@ -43,9 +43,9 @@ class PressedScheduler(Scheduler):
     def has_too_many(self) -> bool:
         """Whether somebody must be preempted for the sake of the worker's memory."""
         most = self._pressure.max_running
-        if self._pressure.level is not MemoryLevel.CRITICAL or most is None:
-            return False  # what was taken over from another scheduler runs on
-        return len(self._running) > most and not self._running.is_alone
+        if most is None or len(self._running) + self._beams.num_spares <= most:
+            return False
+        return bool(self._running) and not self._running.is_alone
 
     # --- parts of a step ------------------------------------------------------------------------
 

@@ -60,6 +60,12 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
             self._num_permits += num_steps
             self._changed.notify_all()
 
+    @property
+    def num_permits(self) -> int:
+        """Results that are let through and have not come."""
+        with self._changed:
+            return self._num_permits
+
     def Attach(self, request: worker_pb2.AttachRequest, context: Any) -> Any:  # noqa: N802
         try:
             return self._worker.Attach(request, timeout=10)
@@ -71,6 +77,14 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
     ) -> Iterator[worker_pb2.ReadHoldingsResponse]:
         del context
         yield from self._worker.ReadHoldings(request, timeout=10)
+
+    def DescribeDevice(  # noqa: N802
+        self, request: worker_pb2.DescribeDeviceRequest, context: Any
+    ) -> Any:
+        try:
+            return self._worker.DescribeDevice(request, timeout=10)
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details())
 
     def Execute(  # noqa: N802
         self, batches: Iterator[worker_pb2.StepBatch], context: grpc.ServicerContext

@@ -168,8 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
-            most, running = self.core._pressure.max_running, self.core._running
-            assert most is None or len(running) <= most or running.is_alone
+            assert not self.core.has_too_many
         elif in_flight == 0:
             assert not self.must_go_on, (
                 "nothing is in flight, nothing is planned, and not all is done"

@@ -13,6 +13,7 @@ from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError
 from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.recording import Recordings
@@ -133,6 +134,16 @@ class DriverOfResizes(Driver):
         else:
             with contextlib.suppress(ResizeRefusedError):
                 self.core.shrink(least)
+
+
+class DriverOfPressure(Driver):
+    """A driver whose worker's memory is short at times."""
+
+    def schedule(self):
+        if self.more_dice.random() < 0.1:
+            levels = [MemoryLevel.OK, *MemoryLevel]
+            self.core.set_memory_level(self.more_dice.choice(levels))
+        super().schedule()
 
 
 def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):

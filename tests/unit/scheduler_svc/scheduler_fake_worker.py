@@ -77,6 +77,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             instance_id=1,
             takes_kv=True,
         )
+        self.memory_level = worker_pb2.MEMORY_LEVEL_UNSPECIFIED
         self.epoch = 0
         self.held_rows = ()  # when it was attached
         self.num_computed_before = []  # of each sequence that was announced
@@ -183,7 +184,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def DescribeDevice(self, request, context):  # noqa: N802, ARG002
         assert request.epoch <= self.epoch, "its scheduler asks, under the epoch that has attached"
         await self.lives.wait()
-        return worker_pb2.DescribeDeviceResponse(worker=self.info, epoch=self.epoch)
+        return worker_pb2.DescribeDeviceResponse(
+            worker=self.info, epoch=self.epoch, memory_level=self.memory_level
+        )
 
     def hang(self):
         """As under SIGSTOP, until `go_on`."""

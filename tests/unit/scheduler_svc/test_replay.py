@@ -10,6 +10,7 @@ from recorded_runs import (
     INFO,
     Driver,
     DriverOfBadMemory,
+    DriverOfPressure,
     DriverOfResizes,
     DriverOfSearches,
     record,
@@ -63,6 +64,22 @@ def test_a_run_whose_pool_is_resized_replays_the_same(tmp_path):
     assert result.load == driver.core.load()
     assert result.load.num_moved_blocks > 0
     assert driver.num_shrunk > 2
+
+
+def test_a_run_under_pressure_replays_the_same(tmp_path):
+    with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, CONFIG) as core:
+        driver = DriverOfPressure(core, seed=1)
+        driver.run(600)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        result = replay(file)
+    assert result.difference is None
+    assert result.load == driver.core.load()
+    assert result.load.num_memory_preemptions > 2
+    for_memory = [each for each in result.preemptions if each.is_for_memory]
+    assert len(for_memory) == result.load.num_memory_preemptions
+    text = "\n".join(describe(result))
+    assert text.count("the worker's memory was critical, and too many ran") == len(for_memory)
 
 
 def test_a_run_with_a_disk_replays_the_same(tmp_path):

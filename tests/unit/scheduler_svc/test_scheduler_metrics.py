@@ -13,6 +13,7 @@ from scheduler_svc import telemetry
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
+from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.fleet import Fleet
@@ -90,6 +91,8 @@ def test_metrics_show_each_attached_workers_load():
         num_loaded_blocks=19,
         num_failed_disk_moves=2,
         num_spilled_blocks=5,
+        memory_level=MemoryLevel.CRITICAL,
+        num_memory_preemptions=1,
     )
     registry = CollectorRegistry()
     registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
@@ -103,6 +106,8 @@ def test_metrics_show_each_attached_workers_load():
         'quire_prefix_cache_queries_total{worker="a:1"} 200.0',
         'quire_prefix_cache_hits_total{worker="a:1"} 48.0',
         'quire_num_preemptions_total{worker="a:1"} 1.0',
+        'quire_memory_level{worker="a:1"} 2.0',
+        'quire_memory_preemptions_total{worker="a:1"} 1.0',
         'quire_num_requests_swapped{worker="a:1"} 1.0',
         'quire_recomputed_tokens_total{worker="a:1"} 9.0',
         'quire_kv_host_blocks{worker="a:1"} 40.0',
