@@ -11,10 +11,10 @@ from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32
 
 _LEVEL_TO_PROTO: Final = {
-    None: worker_pb2.MEMORY_LEVEL_UNSPECIFIED,
-    Level.OK: worker_pb2.MEMORY_LEVEL_OK,
-    Level.WARNING: worker_pb2.MEMORY_LEVEL_WARNING,
-    Level.CRITICAL: worker_pb2.MEMORY_LEVEL_CRITICAL,
+    None: common_pb2.MEMORY_LEVEL_UNSPECIFIED,
+    Level.OK: common_pb2.MEMORY_LEVEL_OK,
+    Level.WARNING: common_pb2.MEMORY_LEVEL_WARNING,
+    Level.CRITICAL: common_pb2.MEMORY_LEVEL_CRITICAL,
 }
 _MAX_ROWS_BYTES = 512 * 1024
 _MAX_LABELS = 24 * 1024

@@ -1,6 +1,7 @@
 """What the workers are doing, as `Client.describe_activity` gives it."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from quire.types import Load
 
@@ -26,6 +27,14 @@ class StepRecord:
     num_swapped_in_blocks: int
 
 
+class MemoryLevel(StrEnum):
+    """How short a worker's memory is; while it is, it has less run."""
+
+    OK = "ok"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerActivity:
     """One worker; its totals begin anew when it is attached anew."""
@@ -43,3 +52,4 @@ class WorkerActivity:
     """Time it spent on its steps."""
     steps: tuple[StepRecord, ...]
     """The latest, in order."""
+    memory_level: MemoryLevel = MemoryLevel.OK

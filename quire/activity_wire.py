@@ -1,8 +1,13 @@
 """Between the contract's words for what workers do and `quire.activity_types`."""
 
-from quire.activity_types import StepRecord, WorkerActivity
+from quire.activity_types import MemoryLevel, StepRecord, WorkerActivity
 from quire.v1 import common_pb2, inference_pb2
 from quire.wire import load_from_proto
+
+_MEMORY_LEVELS = {
+    common_pb2.MEMORY_LEVEL_WARNING: MemoryLevel.WARNING,
+    common_pb2.MEMORY_LEVEL_CRITICAL: MemoryLevel.CRITICAL,
+}
 
 
 def activity_from_proto(
@@ -19,6 +24,7 @@ def activity_from_proto(
             num_decode_tokens=worker.num_decode_tokens,
             num_preemptions=worker.num_preemptions,
             busy_s=worker.busy_s,
+            memory_level=_MEMORY_LEVELS.get(worker.memory_level, MemoryLevel.OK),
             steps=tuple(map(_step_from_proto, worker.steps)),
         )
         for worker in response.workers

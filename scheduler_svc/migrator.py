@@ -176,7 +176,11 @@ class Migrator:
             and session.info.takes_kv
             and not session.is_draining
         ]
-        targets = [(engine, load) for engine, _, load in loads if not load.num_waiting]
+        targets = [
+            (engine, load)
+            for engine, _, load in loads
+            if not load.num_waiting and not load.is_memory_short
+        ]
         for source, session, load in loads:
             if not load.num_swapped or not targets:
                 continue

@@ -11,6 +11,8 @@ Mooncake's Conductor estimates (queue + prefill; Qin et al., FAST 2025), in toke
 workers are alike. The third is what decoding sequences cost those beside them; without it all that
 share a prefix would crowd on one worker as long as its queue is short (the load term of Preble,
 Srivatsa et al., ICLR 2025). Where nothing is cached and nothing is queued, it is least loaded.
+
+However it is chosen, a worker whose memory is short comes last.
 """
 
 from collections.abc import Sequence
@@ -50,6 +52,8 @@ class WorkerLoad:
     """Most tokens of one of its sequences."""
     num_queued_tokens: int = 0
     """Known tokens that it has to compute, likewise."""
+    is_memory_short: bool = False
+    """Whether it has less run than it could."""
 
     @property
     def num_seqs(self) -> int:
@@ -163,8 +167,9 @@ def _candidates(request: Request, loads: Sequence[WorkerLoad], *, can_refuse: bo
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     num_tokens = min(num_tokens, max(load.max_request_len for load in loads))
-    return [
+    found = [
         i
         for i, load in enumerate(loads)
         if load.max_request_len >= num_tokens and (load.has_room(n) or not can_refuse)
     ]
+    return [i for i in found if not loads[i].is_memory_short] or found

@@ -189,6 +189,7 @@ class Session:
                 max_waiting=self._core.config.max_waiting,
                 max_request_len=self._core.max_request_len,
                 num_queued_tokens=self._core.num_queued_tokens + self._num_posted_tokens,
+                is_memory_short=load.is_memory_short,
             )
         return self._placement_load
 

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from quire.activity_types import WorkerActivity
+from quire.activity_types import MemoryLevel, WorkerActivity
 from quire.cli.top_figures import (
     Rates,
     RouterFigures,
@@ -166,12 +166,19 @@ def _workers(now: Snapshot, rates: Mapping[str, Rates]) -> RenderableType:
     name_to_kv = {it.worker: it for it in now.kv}
     for it in now.activity[:_MAX_WORKERS]:
         table.add_row(
-            escape(_shorten(it.worker)),
+            _worker_name(it),
             *_worker_cells(it, name_to_kv.get(it.worker), rates.get(it.worker)),
         )
     if len(now.activity) > _MAX_WORKERS:
         table.add_row(f"and {len(now.activity) - _MAX_WORKERS} more")
     return table if now.activity else Text("none is told of", style="dim")
+
+
+def _worker_name(it: WorkerActivity) -> Text:
+    name = Text(_shorten(it.worker))
+    if it.memory_level is not MemoryLevel.OK:
+        name.append(f" memory {it.memory_level.value}", style="red")
+    return name
 
 
 def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: Rates | None) -> list[str]:

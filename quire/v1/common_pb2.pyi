@@ -22,6 +22,13 @@ class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EARLY_STOPPING_HEURISTIC: _ClassVar[EarlyStopping]
     EARLY_STOPPING_WHEN_FULL: _ClassVar[EarlyStopping]
     EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
+class MemoryLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_LEVEL_UNSPECIFIED: _ClassVar[MemoryLevel]
+    MEMORY_LEVEL_OK: _ClassVar[MemoryLevel]
+    MEMORY_LEVEL_WARNING: _ClassVar[MemoryLevel]
+    MEMORY_LEVEL_CRITICAL: _ClassVar[MemoryLevel]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -32,6 +39,10 @@ EARLY_STOPPING_UNSPECIFIED: EarlyStopping
 EARLY_STOPPING_HEURISTIC: EarlyStopping
 EARLY_STOPPING_WHEN_FULL: EarlyStopping
 EARLY_STOPPING_NEVER: EarlyStopping
+MEMORY_LEVEL_UNSPECIFIED: MemoryLevel
+MEMORY_LEVEL_OK: MemoryLevel
+MEMORY_LEVEL_WARNING: MemoryLevel
+MEMORY_LEVEL_CRITICAL: MemoryLevel
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "structured", "prompt_logprobs")
@@ -217,7 +228,7 @@ class ActivityQuery(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., max_steps: _Optional[int] = ..., after_step_id: _Optional[int] = ...) -> None: ...
 
 class WorkerActivity(_message.Message):
-    __slots__ = ("worker", "attached_at_s", "load", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "busy_s", "steps")
+    __slots__ = ("worker", "attached_at_s", "load", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "busy_s", "steps", "memory_level")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_AT_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +238,7 @@ class WorkerActivity(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     worker: str
     attached_at_s: float
     load: Load
@@ -236,7 +248,8 @@ class WorkerActivity(_message.Message):
     num_preemptions: int
     busy_s: float
     steps: _containers.RepeatedCompositeFieldContainer[StepRecord]
-    def __init__(self, worker: _Optional[str] = ..., attached_at_s: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., busy_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ...) -> None: ...
+    memory_level: MemoryLevel
+    def __init__(self, worker: _Optional[str] = ..., attached_at_s: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., busy_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., memory_level: _Optional[_Union[MemoryLevel, str]] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step_id", "answered_at_s", "execute_s", "rpc_s", "num_prefill_tokens", "num_decode_tokens", "num_running", "num_waiting", "num_preemptions", "num_swapped_out_blocks", "num_swapped_in_blocks")

@@ -22,56 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/recording.proto\x12\x08quire.v1\x1a\x15quire/v1/worker.proto\"\x8d\x01\n\x0fRecordingHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x15\n\rquire_version\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cstarted_at_s\x18\x05 \x01(\x01\x12\x13\n\x0b\x63onfig_json\x18\x06 \x01(\t\"\x81\x06\n\x0eRecordingEntry\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.quire.v1.RecordedSubmitH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.quire.v1.RecordedCancelH\x00\x12\x37\n\rcancel_source\x18\x03 \x01(\x0b\x32\x1e.quire.v1.RecordedCancelSourceH\x00\x12.\n\x08schedule\x18\x04 \x01(\x0b\x32\x1a.quire.v1.RecordedScheduleH\x00\x12*\n\x06update\x18\x05 \x01(\x0b\x32\x18.quire.v1.RecordedUpdateH\x00\x12\x32\n\ndefragment\x18\x0c \x01(\x0b\x32\x1c.quire.v1.RecordedDefragmentH\x00\x12,\n\x07inherit\x18\r \x01(\x0b\x32\x19.quire.v1.RecordedInheritH\x00\x12*\n\x06shrink\x18\x0e \x01(\x0b\x32\x18.quire.v1.RecordedShrinkH\x00\x12*\n\x06resize\x18\x0f \x01(\x0b\x32\x18.quire.v1.RecordedResizeH\x00\x12\x35\n\x0cmemory_level\x18\x10 \x01(\x0b\x32\x1d.quire.v1.RecordedMemoryLevelH\x00\x12%\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.quire.v1.RecordingEndH\x00\x12\x35\n\x0c\x62\x65gin_export\x18\x08 \x01(\x0b\x32\x1d.quire.v1.RecordedBeginExportH\x00\x12\x31\n\nend_export\x18\t \x01(\x0b\x32\x1b.quire.v1.RecordedEndExportH\x00\x12\x35\n\x0c\x62\x65gin_import\x18\n \x01(\x0b\x32\x1d.quire.v1.RecordedBeginImportH\x00\x12\x31\n\nend_import\x18\x0b \x01(\x0b\x32\x1b.quire.v1.RecordedEndImportH\x00\x12\x0e\n\x06raised\x18\x07 \x01(\tB\x06\n\x04\x63\x61ll\"\x8a\x02\n\x0eRecordedSubmit\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\x0e\n\x06source\x18\x02 \x01(\x04\x12\x15\n\rfirst_seq_key\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12\t\n\x01n\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x10\n\x08sampling\x18\x08 \x01(\x0c\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12)\n\x07outputs\x18\x0b \x03(\x0b\x32\x18.quire.v1.RecordedOutput\x12\x11\n\tmore_json\x18\x0c \x01(\t\"5\n\x0eRecordedOutput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"P\n\x0fRecordedInherit\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\x30\n\x08holdings\x18\x02 \x01(\x0b\x32\x1e.quire.v1.ReadHoldingsResponse\"2\n\x0eRecordedCancel\x12\x0e\n\x06source\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\"&\n\x14RecordedCancelSource\x12\x0e\n\x06source\x18\x01 \x01(\x04\"\x14\n\x12RecordedDefragment\"$\n\x0eRecordedShrink\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"$\n\x0eRecordedResize\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\";\n\x13RecordedMemoryLevel\x12$\n\x05level\x18\x01 \x01(\x0e\x32\x15.quire.v1.MemoryLevel\"\xaf\x01\n\x10RecordedSchedule\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.quire.v1.RecordedPlan\x12\x1d\n\x10max_paced_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_max_paced_tokensB\x14\n\x12_max_prompt_tokens\"\xf4\x04\n\x0cRecordedPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x15\n\rreleased_rows\x18\x02 \x01(\x0c\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.quire.v1.RecordedNewSequence\x12\x15\n\rappended_rows\x18\x04 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x05 \x01(\x0c\x12\x1a\n\x12\x63opy_src_block_ids\x18\x06 \x01(\x0c\x12\x1a\n\x12\x63opy_dst_block_ids\x18\x07 \x01(\x0c\x12\x12\n\nchunk_rows\x18\x08 \x01(\x0c\x12\x12\n\nchunk_lens\x18\t \x01(\x0c\x12\x13\n\x0bnum_decodes\x18\n \x01(\r\x12\x1c\n\x14num_scheduled_tokens\x18\x0b \x01(\r\x12\x1e\n\x16swap_out_src_block_ids\x18\x0c \x01(\x0c\x12\x1e\n\x16swap_out_dst_block_ids\x18\r \x01(\x0c\x12\x1d\n\x15swap_in_src_block_ids\x18\x0e \x01(\x0c\x12\x1d\n\x15swap_in_dst_block_ids\x18\x0f \x01(\x0c\x12\x1d\n\x15renamed_src_block_ids\x18\x10 \x01(\x0c\x12\x1d\n\x15renamed_dst_block_ids\x18\x11 \x01(\x0c\x12 \n\x18\x64isk_store_src_block_ids\x18\x12 \x01(\x0c\x12 \n\x18\x64isk_store_dst_block_ids\x18\x13 \x01(\x0c\x12\x1f\n\x17\x64isk_load_src_block_ids\x18\x14 \x01(\x0c\x12\x1f\n\x17\x64isk_load_dst_block_ids\x18\x15 \x01(\x0c\"\x8a\x01\n\x13RecordedNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\ntokens_crc\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\"\x9a\x03\n\x0eRecordedUpdate\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x14\n\x0csampled_rows\x18\x02 \x01(\x0c\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0cstopped_rows\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66\x61iled_rows\x18\x05 \x01(\x0c\x12 \n\x18\x66\x61iled_swap_in_block_ids\x18\x06 \x01(\x0c\x12\x1d\n\x15stored_disk_block_ids\x18\x07 \x01(\x0c\x12\x1d\n\x15\x66\x61iled_disk_block_ids\x18\x08 \x01(\x0c\x12\x1d\n\x15loaded_host_block_ids\x18\t \x01(\x0c\x12\x1d\n\x15\x66\x61iled_host_block_ids\x18\n \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_rows\x18\x0b \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x0c \x01(\x0c\x12\x1b\n\x13\x63\x61ndidate_token_ids\x18\r \x01(\x0c\x12\x1a\n\x12\x63\x61ndidate_logprobs\x18\x0e \x01(\x0c\x12\x12\n\nstuck_rows\x18\x0f \x01(\x0c\"<\n\x13RecordedBeginExport\x12\x0e\n\x06source\x18\x01 \x01(\x04\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\"6\n\x11RecordedEndExport\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x0e\n\x06leaves\x18\x02 \x01(\x08\"\xa1\x01\n\x13RecordedBeginImport\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.quire.v1.RecordedSubmit\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x03 \x01(\x04\x12\x32\n\tsequences\x18\x04 \x03(\x0b\x32\x1f.quire.v1.RecordedMovedSequence\"\xaf\x01\n\x15RecordedMovedSequence\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x16\n\x0ehost_block_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_charged_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cwas_admitted\x18\x06 \x01(\x08\">\n\x11RecordedEndImport\x12\x11\n\timport_id\x18\x01 \x01(\x04\x12\x16\n\x0eoutput_indices\x18\x02 \x01(\x0c\"\x1e\n\x0cRecordingEnd\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/recording.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\x1a\x15quire/v1/worker.proto\"\x8d\x01\n\x0fRecordingHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x15\n\rquire_version\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cstarted_at_s\x18\x05 \x01(\x01\x12\x13\n\x0b\x63onfig_json\x18\x06 \x01(\t\"\x81\x06\n\x0eRecordingEntry\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.quire.v1.RecordedSubmitH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.quire.v1.RecordedCancelH\x00\x12\x37\n\rcancel_source\x18\x03 \x01(\x0b\x32\x1e.quire.v1.RecordedCancelSourceH\x00\x12.\n\x08schedule\x18\x04 \x01(\x0b\x32\x1a.quire.v1.RecordedScheduleH\x00\x12*\n\x06update\x18\x05 \x01(\x0b\x32\x18.quire.v1.RecordedUpdateH\x00\x12\x32\n\ndefragment\x18\x0c \x01(\x0b\x32\x1c.quire.v1.RecordedDefragmentH\x00\x12,\n\x07inherit\x18\r \x01(\x0b\x32\x19.quire.v1.RecordedInheritH\x00\x12*\n\x06shrink\x18\x0e \x01(\x0b\x32\x18.quire.v1.RecordedShrinkH\x00\x12*\n\x06resize\x18\x0f \x01(\x0b\x32\x18.quire.v1.RecordedResizeH\x00\x12\x35\n\x0cmemory_level\x18\x10 \x01(\x0b\x32\x1d.quire.v1.RecordedMemoryLevelH\x00\x12%\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.quire.v1.RecordingEndH\x00\x12\x35\n\x0c\x62\x65gin_export\x18\x08 \x01(\x0b\x32\x1d.quire.v1.RecordedBeginExportH\x00\x12\x31\n\nend_export\x18\t \x01(\x0b\x32\x1b.quire.v1.RecordedEndExportH\x00\x12\x35\n\x0c\x62\x65gin_import\x18\n \x01(\x0b\x32\x1d.quire.v1.RecordedBeginImportH\x00\x12\x31\n\nend_import\x18\x0b \x01(\x0b\x32\x1b.quire.v1.RecordedEndImportH\x00\x12\x0e\n\x06raised\x18\x07 \x01(\tB\x06\n\x04\x63\x61ll\"\x8a\x02\n\x0eRecordedSubmit\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\x0e\n\x06source\x18\x02 \x01(\x04\x12\x15\n\rfirst_seq_key\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x01(\x0c\x12\t\n\x01n\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x10\n\x08sampling\x18\x08 \x01(\x0c\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12)\n\x07outputs\x18\x0b \x03(\x0b\x32\x18.quire.v1.RecordedOutput\x12\x11\n\tmore_json\x18\x0c \x01(\t\"5\n\x0eRecordedOutput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"P\n\x0fRecordedInherit\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\x30\n\x08holdings\x18\x02 \x01(\x0b\x32\x1e.quire.v1.ReadHoldingsResponse\"2\n\x0eRecordedCancel\x12\x0e\n\x06source\x18\x01 \x01(\x04\x12\x10\n\x08seq_keys\x18\x02 \x01(\x0c\"&\n\x14RecordedCancelSource\x12\x0e\n\x06source\x18\x01 \x01(\x04\"\x14\n\x12RecordedDefragment\"$\n\x0eRecordedShrink\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"$\n\x0eRecordedResize\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\";\n\x13RecordedMemoryLevel\x12$\n\x05level\x18\x01 \x01(\x0e\x32\x15.quire.v1.MemoryLevel\"\xaf\x01\n\x10RecordedSchedule\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.quire.v1.RecordedPlan\x12\x1d\n\x10max_paced_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_prompt_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_max_paced_tokensB\x14\n\x12_max_prompt_tokens\"\xf4\x04\n\x0cRecordedPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x15\n\rreleased_rows\x18\x02 \x01(\x0c\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.quire.v1.RecordedNewSequence\x12\x15\n\rappended_rows\x18\x04 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x05 \x01(\x0c\x12\x1a\n\x12\x63opy_src_block_ids\x18\x06 \x01(\x0c\x12\x1a\n\x12\x63opy_dst_block_ids\x18\x07 \x01(\x0c\x12\x12\n\nchunk_rows\x18\x08 \x01(\x0c\x12\x12\n\nchunk_lens\x18\t \x01(\x0c\x12\x13\n\x0bnum_decodes\x18\n \x01(\r\x12\x1c\n\x14num_scheduled_tokens\x18\x0b \x01(\r\x12\x1e\n\x16swap_out_src_block_ids\x18\x0c \x01(\x0c\x12\x1e\n\x16swap_out_dst_block_ids\x18\r \x01(\x0c\x12\x1d\n\x15swap_in_src_block_ids\x18\x0e \x01(\x0c\x12\x1d\n\x15swap_in_dst_block_ids\x18\x0f \x01(\x0c\x12\x1d\n\x15renamed_src_block_ids\x18\x10 \x01(\x0c\x12\x1d\n\x15renamed_dst_block_ids\x18\x11 \x01(\x0c\x12 \n\x18\x64isk_store_src_block_ids\x18\x12 \x01(\x0c\x12 \n\x18\x64isk_store_dst_block_ids\x18\x13 \x01(\x0c\x12\x1f\n\x17\x64isk_load_src_block_ids\x18\x14 \x01(\x0c\x12\x1f\n\x17\x64isk_load_dst_block_ids\x18\x15 \x01(\x0c\"\x8a\x01\n\x13RecordedNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\ntokens_crc\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\"\x9a\x03\n\x0eRecordedUpdate\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x14\n\x0csampled_rows\x18\x02 \x01(\x0c\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0cstopped_rows\x18\x04 \x01(\x0c\x12\x13\n\x0b\x66\x61iled_rows\x18\x05 \x01(\x0c\x12 \n\x18\x66\x61iled_swap_in_block_ids\x18\x06 \x01(\x0c\x12\x1d\n\x15stored_disk_block_ids\x18\x07 \x01(\x0c\x12\x1d\n\x15\x66\x61iled_disk_block_ids\x18\x08 \x01(\x0c\x12\x1d\n\x15loaded_host_block_ids\x18\t \x01(\x0c\x12\x1d\n\x15\x66\x61iled_host_block_ids\x18\n \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_rows\x18\x0b \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x0c \x01(\x0c\x12\x1b\n\x13\x63\x61ndidate_token_ids\x18\r \x01(\x0c\x12\x1a\n\x12\x63\x61ndidate_logprobs\x18\x0e \x01(\x0c\x12\x12\n\nstuck_rows\x18\x0f \x01(\x0c\"<\n\x13RecordedBeginExport\x12\x0e\n\x06source\x18\x01 \x01(\x04\x12\x15\n\rfirst_seq_key\x18\x02 \x01(\x04\"6\n\x11RecordedEndExport\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x0e\n\x06leaves\x18\x02 \x01(\x08\"\xa1\x01\n\x13RecordedBeginImport\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.quire.v1.RecordedSubmit\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x03 \x01(\x04\x12\x32\n\tsequences\x18\x04 \x03(\x0b\x32\x1f.quire.v1.RecordedMovedSequence\"\xaf\x01\n\x15RecordedMovedSequence\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x16\n\x0ehost_block_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_charged_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cwas_admitted\x18\x06 \x01(\x08\">\n\x11RecordedEndImport\x12\x11\n\timport_id\x18\x01 \x01(\x04\x12\x16\n\x0eoutput_indices\x18\x02 \x01(\x0c\"\x1e\n\x0cRecordingEnd\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.recording_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RECORDINGHEADER']._serialized_start=62
-  _globals['_RECORDINGHEADER']._serialized_end=203
-  _globals['_RECORDINGENTRY']._serialized_start=206
-  _globals['_RECORDINGENTRY']._serialized_end=975
-  _globals['_RECORDEDSUBMIT']._serialized_start=978
-  _globals['_RECORDEDSUBMIT']._serialized_end=1244
-  _globals['_RECORDEDOUTPUT']._serialized_start=1246
-  _globals['_RECORDEDOUTPUT']._serialized_end=1299
-  _globals['_RECORDEDINHERIT']._serialized_start=1301
-  _globals['_RECORDEDINHERIT']._serialized_end=1381
-  _globals['_RECORDEDCANCEL']._serialized_start=1383
-  _globals['_RECORDEDCANCEL']._serialized_end=1433
-  _globals['_RECORDEDCANCELSOURCE']._serialized_start=1435
-  _globals['_RECORDEDCANCELSOURCE']._serialized_end=1473
-  _globals['_RECORDEDDEFRAGMENT']._serialized_start=1475
-  _globals['_RECORDEDDEFRAGMENT']._serialized_end=1495
-  _globals['_RECORDEDSHRINK']._serialized_start=1497
-  _globals['_RECORDEDSHRINK']._serialized_end=1533
-  _globals['_RECORDEDRESIZE']._serialized_start=1535
-  _globals['_RECORDEDRESIZE']._serialized_end=1571
-  _globals['_RECORDEDMEMORYLEVEL']._serialized_start=1573
-  _globals['_RECORDEDMEMORYLEVEL']._serialized_end=1632
-  _globals['_RECORDEDSCHEDULE']._serialized_start=1635
-  _globals['_RECORDEDSCHEDULE']._serialized_end=1810
-  _globals['_RECORDEDPLAN']._serialized_start=1813
-  _globals['_RECORDEDPLAN']._serialized_end=2441
-  _globals['_RECORDEDNEWSEQUENCE']._serialized_start=2444
-  _globals['_RECORDEDNEWSEQUENCE']._serialized_end=2582
-  _globals['_RECORDEDUPDATE']._serialized_start=2585
-  _globals['_RECORDEDUPDATE']._serialized_end=2995
-  _globals['_RECORDEDBEGINEXPORT']._serialized_start=2997
-  _globals['_RECORDEDBEGINEXPORT']._serialized_end=3057
-  _globals['_RECORDEDENDEXPORT']._serialized_start=3059
-  _globals['_RECORDEDENDEXPORT']._serialized_end=3113
-  _globals['_RECORDEDBEGINIMPORT']._serialized_start=3116
-  _globals['_RECORDEDBEGINIMPORT']._serialized_end=3277
-  _globals['_RECORDEDMOVEDSEQUENCE']._serialized_start=3280
-  _globals['_RECORDEDMOVEDSEQUENCE']._serialized_end=3455
-  _globals['_RECORDEDENDIMPORT']._serialized_start=3457
-  _globals['_RECORDEDENDIMPORT']._serialized_end=3519
-  _globals['_RECORDINGEND']._serialized_start=3521
-  _globals['_RECORDINGEND']._serialized_end=3551
+  _globals['_RECORDINGHEADER']._serialized_start=85
+  _globals['_RECORDINGHEADER']._serialized_end=226
+  _globals['_RECORDINGENTRY']._serialized_start=229
+  _globals['_RECORDINGENTRY']._serialized_end=998
+  _globals['_RECORDEDSUBMIT']._serialized_start=1001
+  _globals['_RECORDEDSUBMIT']._serialized_end=1267
+  _globals['_RECORDEDOUTPUT']._serialized_start=1269
+  _globals['_RECORDEDOUTPUT']._serialized_end=1322
+  _globals['_RECORDEDINHERIT']._serialized_start=1324
+  _globals['_RECORDEDINHERIT']._serialized_end=1404
+  _globals['_RECORDEDCANCEL']._serialized_start=1406
+  _globals['_RECORDEDCANCEL']._serialized_end=1456
+  _globals['_RECORDEDCANCELSOURCE']._serialized_start=1458
+  _globals['_RECORDEDCANCELSOURCE']._serialized_end=1496
+  _globals['_RECORDEDDEFRAGMENT']._serialized_start=1498
+  _globals['_RECORDEDDEFRAGMENT']._serialized_end=1518
+  _globals['_RECORDEDSHRINK']._serialized_start=1520
+  _globals['_RECORDEDSHRINK']._serialized_end=1556
+  _globals['_RECORDEDRESIZE']._serialized_start=1558
+  _globals['_RECORDEDRESIZE']._serialized_end=1594
+  _globals['_RECORDEDMEMORYLEVEL']._serialized_start=1596
+  _globals['_RECORDEDMEMORYLEVEL']._serialized_end=1655
+  _globals['_RECORDEDSCHEDULE']._serialized_start=1658
+  _globals['_RECORDEDSCHEDULE']._serialized_end=1833
+  _globals['_RECORDEDPLAN']._serialized_start=1836
+  _globals['_RECORDEDPLAN']._serialized_end=2464
+  _globals['_RECORDEDNEWSEQUENCE']._serialized_start=2467
+  _globals['_RECORDEDNEWSEQUENCE']._serialized_end=2605
+  _globals['_RECORDEDUPDATE']._serialized_start=2608
+  _globals['_RECORDEDUPDATE']._serialized_end=3018
+  _globals['_RECORDEDBEGINEXPORT']._serialized_start=3020
+  _globals['_RECORDEDBEGINEXPORT']._serialized_end=3080
+  _globals['_RECORDEDENDEXPORT']._serialized_start=3082
+  _globals['_RECORDEDENDEXPORT']._serialized_end=3136
+  _globals['_RECORDEDBEGINIMPORT']._serialized_start=3139
+  _globals['_RECORDEDBEGINIMPORT']._serialized_end=3300
+  _globals['_RECORDEDMOVEDSEQUENCE']._serialized_start=3303
+  _globals['_RECORDEDMOVEDSEQUENCE']._serialized_end=3478
+  _globals['_RECORDEDENDIMPORT']._serialized_start=3480
+  _globals['_RECORDEDENDIMPORT']._serialized_end=3542
+  _globals['_RECORDINGEND']._serialized_start=3544
+  _globals['_RECORDINGEND']._serialized_end=3574
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from quire.v1 import common_pb2 as _common_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -136,8 +137,8 @@ class RecordedResize(_message.Message):
 class RecordedMemoryLevel(_message.Message):
     __slots__ = ("level",)
     LEVEL_FIELD_NUMBER: _ClassVar[int]
-    level: _worker_pb2.MemoryLevel
-    def __init__(self, level: _Optional[_Union[_worker_pb2.MemoryLevel, str]] = ...) -> None: ...
+    level: _common_pb2.MemoryLevel
+    def __init__(self, level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ...) -> None: ...
 
 class RecordedSchedule(_message.Message):
     __slots__ = ("now", "plan", "max_paced_tokens", "max_prompt_tokens")

@@ -1,23 +1,11 @@
 from quire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class MemoryLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    MEMORY_LEVEL_UNSPECIFIED: _ClassVar[MemoryLevel]
-    MEMORY_LEVEL_OK: _ClassVar[MemoryLevel]
-    MEMORY_LEVEL_WARNING: _ClassVar[MemoryLevel]
-    MEMORY_LEVEL_CRITICAL: _ClassVar[MemoryLevel]
-MEMORY_LEVEL_UNSPECIFIED: MemoryLevel
-MEMORY_LEVEL_OK: MemoryLevel
-MEMORY_LEVEL_WARNING: MemoryLevel
-MEMORY_LEVEL_CRITICAL: MemoryLevel
 
 class ResizePoolRequest(_message.Message):
     __slots__ = ("epoch", "num_blocks")
@@ -332,8 +320,8 @@ class DescribeDeviceResponse(_message.Message):
     step_id: int
     num_rows_used: int
     has_scheduler: bool
-    memory_level: MemoryLevel
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[MemoryLevel, str]] = ...) -> None: ...
+    memory_level: _common_pb2.MemoryLevel
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")

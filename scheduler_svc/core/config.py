@@ -229,3 +229,8 @@ class SchedulerLoad:
     """How short the worker's memory is, as it was last told."""
     num_memory_preemptions: int = 0
     """Of the preemptions those because of that."""
+
+    @property
+    def is_memory_short(self) -> bool:
+        """Whether the worker has less run than it could."""
+        return self.memory_level is not MemoryLevel.OK

@@ -8,6 +8,7 @@ from rpc.errors import InvalidArgumentError
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.step_log import MAX_STEPS, StepLog, StepRecord
+from scheduler_svc.wire.memory_level import memory_level_to_proto
 from scheduler_svc.wire.router import load_to_proto
 
 _DEFAULT_STEPS: Final = 256
@@ -53,6 +54,7 @@ def activity_to_proto(
         num_decode_tokens=log.totals.num_decode_tokens,
         num_preemptions=load.num_preemptions,
         busy_s=log.totals.busy_s,
+        memory_level=memory_level_to_proto(load.memory_level),
         steps=map(_step_to_proto, log.latest(query.max_steps, query.after_step_id)),
     )
 

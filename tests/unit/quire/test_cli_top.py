@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from quire.activity_types import WorkerActivity
+from quire.activity_types import MemoryLevel, WorkerActivity
 from quire.cli import top
 from quire.cli.__main__ import main
 from quire.cli.top_figures import Snapshot, parse_metrics, rates_between, sum_tiers
@@ -176,6 +176,13 @@ def test_names_of_others_are_not_markup():
     text = frame(Snapshot(1.0, LOAD, (kv,), (activity("[red]w"),)))
     assert "[bold]evil[/nothing]" in text
     assert "[red]w" in text
+
+
+def test_a_worker_says_when_its_memory_is_short():
+    short = replace(activity("w1"), memory_level=MemoryLevel.CRITICAL)
+    text = frame(Snapshot(1.0, LOAD, (), (activity("w0"), short)))
+    assert "w1 memory critical" in text
+    assert "w0 memory" not in text
 
 
 async def test_q_ends_it_and_the_terminal_is_as_it_was(served):

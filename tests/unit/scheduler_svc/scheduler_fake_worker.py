@@ -77,7 +77,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             instance_id=1,
             takes_kv=True,
         )
-        self.memory_level = worker_pb2.MEMORY_LEVEL_UNSPECIFIED
+        self.memory_level = common_pb2.MEMORY_LEVEL_UNSPECIFIED
         self.epoch = 0
         self.held_rows = ()  # when it was attached
         self.num_computed_before = []  # of each sequence that was announced

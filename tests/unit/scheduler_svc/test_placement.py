@@ -36,10 +36,12 @@ class Worker:
     num_cached: int = 0
     salt: str = ""
     block_size: int = BLOCK_SIZE
+    is_memory_short: bool = False
 
     def placement_load(self):
         return WorkerLoad(
-            self.num_running, self.num_waiting, 10, self.max_request_len, self.num_queued_tokens
+            *(self.num_running, self.num_waiting, 10, self.max_request_len),
+            *(self.num_queued_tokens, self.is_memory_short),
         )
 
     def num_cached_blocks(self, hashes):
@@ -55,6 +57,12 @@ def choose(workers, request, placement=Placement.LEAST_LOADED, *, can_refuse=Tru
 
 
 class TestCandidates:
+    @pytest.mark.parametrize("placement", Placement)
+    def test_a_worker_whose_memory_is_short_comes_last(self, placement):
+        pressed = Worker(0, 0, num_cached=12, is_memory_short=True)
+        assert choose([pressed, Worker(8, 4)], make_request(), placement) == 1
+        assert choose([pressed, Worker(8, 10)], make_request(), placement) == 0, "else it is full"
+
     def test_full_queue_is_passed_over(self):
         assert choose([Worker(0, 9), Worker(64, 8)], make_request(n=2)) == 1
 

@@ -4,12 +4,12 @@ import structlog
 from scheduler_fake_worker import expected_tokens
 from scheduler_harness import running_scheduler
 
-from quire.v1 import worker_pb2
+from quire.v1 import common_pb2
 
 OK, WARNING, CRITICAL = (
-    worker_pb2.MEMORY_LEVEL_OK,
-    worker_pb2.MEMORY_LEVEL_WARNING,
-    worker_pb2.MEMORY_LEVEL_CRITICAL,
+    common_pb2.MEMORY_LEVEL_OK,
+    common_pb2.MEMORY_LEVEL_WARNING,
+    common_pb2.MEMORY_LEVEL_CRITICAL,
 )
 
 
