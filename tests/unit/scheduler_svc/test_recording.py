@@ -115,7 +115,7 @@ def test_every_call_that_changes_a_core_is_recorded():
     asking |= {"num_cached_blocks", "num_queued_tokens", "find_requests", "first_swapped"}
     asking |= {"owner", "take_reports", "beam_rows"}
     asking |= {"max_request_len", "check_resize", "is_shrunk", "num_leaving_blocks"}
-    asking |= {"unclaimed", "num_held_tokens", "take_adopted", "held_device_blocks"}
+    asking |= {"unclaimed", "num_held_tokens", "take_adopted", "held_device_blocks", "has_too_many"}
     changing = calls - asking - {"last_answered", "held_host_blocks"}
     assert changing == {name for name in vars(RecordingScheduler) if not name.startswith("_")}
 
