@@ -89,11 +89,16 @@ def device_total_bytes(device: torch.device) -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Of what counts as used: files' pages that the system drops when somebody needs room."""
+    """Of what counts as used: files' pages that the system drops when somebody needs room.
+
+    Those used lately that nobody maps are among them: else a cache that fills up would look like
+    memory that gets short.
+    """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []
-    numbers = dict(line.split(maxsplit=1) for line in lines)
-    return int(numbers.get("inactive_file", 0))
+    numbers = {name: int(value) for name, value in (line.split(maxsplit=1) for line in lines)}
+    unmapped = numbers.get("active_file", 0) - numbers.get("file_mapped", 0)
+    return numbers.get("inactive_file", 0) + max(0, unmapped)
 
 
 def _meminfo() -> dict[str, int]:

@@ -78,3 +78,13 @@ def test_a_cpu_has_what_its_control_group_leaves(tmp_path, monkeypatch):
     (tmp_path / "memory.stat").write_text("anon 900\ninactive_file 15\n")
     seen = CpuSystem(torch.device("cpu")).read()
     assert (seen.total, seen.available) == (1000, 25)
+
+
+def test_files_pages_that_nobody_maps_can_be_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    stat = "file_mapped {mapped}\ninactive_file 15\nactive_file 60\n"
+    for mapped, available in ((20, 55), (70, 15)):
+        (tmp_path / "memory.stat").write_text(stat.format(mapped=mapped))
+        assert CpuSystem(torch.device("cpu")).read().available == available
