@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from gpu_worker.kv_pool import KvPool
+from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
 
 
@@ -35,6 +36,8 @@ class AttentionMetadata:
     """How many sequences, from the first, have one token."""
     wanted: "WantedTokens | None" = None
     """The tokens whose final hidden states are wanted; None: all."""
+    adapters: StepAdapters | None = None
+    """What LoRA adapters add for some of the tokens; None: nothing."""
 
     @property
     def num_wanted(self) -> int:

@@ -33,6 +33,10 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
             vocab_size=limits.vocab_size,
             eos_token_ids=info.eos_token_ids,
             structured_output=info.structured_output,
+            adapters=[
+                common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
+                for adapter in limits.adapters
+            ],
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

@@ -6,7 +6,7 @@ a launched step is done. One thread calls everything here.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from gpu_worker.elastic_memory import OutOfMemoryError
 from gpu_worker.graphs import GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.model_runner import Decoder, ModelRunner
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
@@ -92,8 +93,9 @@ class Executor:
         structured: StructuredOutput | None = None,
         ranks: Ranks | None = None,
         drafter: Drafter | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
-        """Each of the last five may be None if no step needs it.
+        """Each of the five before `adapters` may be None if no step needs it.
 
         They are what swaps, what stores and loads, what masks by grammars, the other devices of
         the model, whose executors are called alike, and what guesses, on one device alone.
@@ -120,6 +122,7 @@ class Executor:
             device,
             takes_parts=ranks is None,
             is_all_known=drafter is not None,
+            adapters=adapters,
         )
         self._busy = BusyClock(device)
 

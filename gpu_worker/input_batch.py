@@ -3,6 +3,7 @@
 Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the longest block table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.attention import AttentionMetadata, WantedTokens
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.step_adapters import StepAdapters, step_adapters
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import Int32Array, Int64Array
 from gpu_worker.upload import upload
@@ -39,6 +42,7 @@ def build_input_batch(
     block_size: int,
     *,
     is_all_known: bool = False,
+    adapters: Sequence[Adapter] = (),
 ) -> InputBatch:
     """Gather a step's inputs; nothing here waits for the device.
 
@@ -48,6 +52,7 @@ def build_input_batch(
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: token slots of one block.
         is_all_known: whether `rows` has the values of all tokens, and `last_token_ids` is not read.
+        adapters: the worker's, which the rows number from 1.
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes
@@ -74,9 +79,15 @@ def build_input_batch(
         seq_lens.astype(np.int32),
         starts,
     ]
+    of_all = of_wanted_ones = None
+    if adapters:
+        numbers = rows.adapter[row_of_token]
+        of_all = step_adapters(numbers, adapters, last_token_ids.device)
     wanted_starts: Int32Array | None = None
     if len(scheduled.sampling) < len(positions):
         places, wanted_starts = _places_before_sampled(scheduled, starts)
+        if of_all is not None:
+            of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device)
         arrays += [places, slots[places], wanted_starts]
     (
         positions_t,
@@ -96,9 +107,12 @@ def build_input_batch(
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         num_decodes=num_decodes,
+        adapters=of_all,
     )
     if wanted_starts is not None:
-        metadata = replace(metadata, wanted=_wanted(metadata, np.diff(wanted_starts), *of_wanted))
+        wanted_lens = np.diff(wanted_starts)
+        wanted = _wanted(metadata, wanted_lens, of_wanted_ones, *of_wanted)
+        metadata = replace(metadata, wanted=wanted)
     token_ids = last_token_ids.index_select(0, decode_rows)
     if len(chunk_token_ids):
         token_ids = torch.cat([token_ids, chunk_token_ids])
@@ -120,6 +134,7 @@ def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> I
 def _wanted(
     metadata: AttentionMetadata,
     lens: Int32Array,  # [S]: how many tokens of each sequence are wanted
+    adapters: StepAdapters | None,
     places: torch.Tensor,
     slot_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -130,6 +145,7 @@ def _wanted(
         query_start_loc=query_start_loc,
         max_query_len=int(lens.max()),
         num_decodes=int(np.logical_and.accumulate(lens == 1).sum()),
+        adapters=adapters,
     )
     return WantedTokens(places, alone)
 

@@ -97,6 +97,7 @@ def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None
         dtype=info.dtype,
         quantization=settings.quantization,
         kv_dtype=info.kv_dtype,
+        adapters=[adapter.name for adapter in limits.adapters],
         num_threads=loaded.num_threads,
         max_model_len=limits.max_model_len,
         num_blocks=limits.num_blocks,

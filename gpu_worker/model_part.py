@@ -18,6 +18,7 @@ from gpu_worker.graphs import GraphBackend
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.kv_pool import KvPool
+from gpu_worker.lora.adapter_loading import load_adapters
 from gpu_worker.lower_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_runner import Decoder
@@ -99,7 +100,10 @@ def load_part(
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
-    limits = _limits(settings, config, device)
+    adapters = load_adapters(settings.adapter_directories, config, dtype, device)
+    limits = replace(
+        _limits(settings, config, device), adapters=tuple(adapter.id for adapter in adapters)
+    )
     ranks = meet(place, device)
     report("loading weights", 0.0)
     model = source.load(dtype, device, lambda done: report("loading weights", done), ranks)
@@ -143,6 +147,7 @@ def load_part(
         structured=structured,
         ranks=ranks,
         drafter=_drafter(settings, limits, draft_model),
+        adapters=adapters,
     )
     if _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)

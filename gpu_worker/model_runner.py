@@ -1,6 +1,6 @@
 """Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from gpu_worker.attention import AttentionMetadata
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.json_fields import ModelError
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.rows import Rows, ScheduledRows
@@ -70,6 +71,7 @@ class ModelRunner:
         *,
         takes_parts: bool,
         is_all_known: bool,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """`takes_parts` is False if other devices of the model would have to cut a step alike.
 
@@ -83,6 +85,7 @@ class ModelRunner:
         self._device = device
         self._takes_parts = takes_parts
         self._is_all_known = is_all_known
+        self._adapters = adapters
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
         self._token_limit = TokenLimit()
@@ -111,8 +114,7 @@ class ModelRunner:
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
         """As `run`; in parts, one after another, if the device has no memory for all at once."""
-        is_replayed = self._graphs is not None and self._graphs.takes(scheduled)
-        if is_replayed or self._token_limit.allows(scheduled.num_tokens):
+        if self._is_replayed(scheduled) or self._token_limit.allows(scheduled.num_tokens):
             try:
                 return self._run_at_once(scheduled)
             except torch.OutOfMemoryError as error:
@@ -137,11 +139,16 @@ class ModelRunner:
             scores += part_scores
         return tuple(sampled), tuple(scores)
 
+    def _is_replayed(self, scheduled: ScheduledRows) -> bool:
+        if self._graphs is None or not self._graphs.takes(scheduled):
+            return False
+        return not (self._adapters and self._rows.adapter[scheduled.rows].any())
+
     def _run_at_once(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
         prompt_scores = None
-        if self._graphs is not None and self._graphs.takes(scheduled):
+        if self._graphs is not None and self._is_replayed(scheduled):
             with timeline.span("replay"):
                 hidden, sampling_rows = self._graphs.replay(self._rows, scheduled)
         else:
@@ -162,6 +169,7 @@ class ModelRunner:
                 self._last_token_ids,
                 self._limits.block_size,
                 is_all_known=self._is_all_known,
+                adapters=self._adapters,
             )
         is_scored = self._sampler.table.wants_prompt_logprobs[scheduled.rows].any()
         metadata = replace(batch.metadata, wanted=None) if is_scored else batch.metadata

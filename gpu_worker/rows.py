@@ -85,6 +85,8 @@ class Rows:
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
         self.max_total = np.zeros(num_rows, np.int64)
+        self.adapter = np.zeros(num_rows, np.int64)
+        """As `NewRow.adapter`."""
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
         """Decodes, in the scheduler's count: rows that have ended but are not released included."""
@@ -246,6 +248,7 @@ class Rows:
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.max_total[row] = new.max_total_tokens
+        self.adapter[row] = new.adapter
         self.is_used[row] = True
         self.incarnation[row] += 1
         self._new[row] = new

@@ -1,8 +1,10 @@
 """How a sequence is sampled, from protobuf."""
 
 import math
+from collections.abc import Sequence
 
 from gpu_worker.field_checks import require_count, require_number, require_positive
+from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from quire.v1 import common_pb2
 from rpc.errors import InvalidArgumentError
@@ -62,3 +64,21 @@ def sampling_params_from_proto(
     for token_id in parsed.stop_token_ids:
         require_number(f"{field}.stop_token_ids", token_id, 0, vocab_size - 1)
     return parsed
+
+
+def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Sequence[AdapterId]) -> int:
+    """Find the number, from 1, of the adapter that is asked for; 0: none is.
+
+    Raises:
+        InvalidArgumentError: the worker has no adapter of this name with these contents.
+    """
+    if not params.HasField("adapter"):
+        return 0
+    wanted = AdapterId(params.adapter.name, params.adapter.digest)
+    if wanted not in adapters:
+        has = ", ".join(f"{a.name!r} ({a.digest.hex()[:8]})" for a in adapters) or "none"
+        raise InvalidArgumentError(
+            "new_sequences.sampling.adapter",
+            f"is {wanted.name!r} ({wanted.digest.hex()[:8]}); this worker has {has}",
+        )
+    return 1 + adapters.index(wanted)

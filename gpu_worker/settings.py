@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_settings import NoDecode
 
 from gpu_worker.kv_codec import CodecSpec, parse_codec
-from rpc.settings import Port, PositiveInt, ProcessSettings
+from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 
 
 class WorkerSettings(ProcessSettings):
@@ -43,6 +44,10 @@ class WorkerSettings(ProcessSettings):
     faster decoding; on a CPU, and for implementations of our own or of yours. int8: a scale for
     each output; int4: a scale and an offset for each 64 (else 32) inputs of an output, and a last
     map, over the vocabulary, in int8. Unset: as dtype says."""
+    lora: Annotated[tuple[str, ...], NoDecode] = ()
+    """LoRA adapters as NAME=DIR, each in the format of PEFT; several are separated by commas. A
+    request whose model is NAME is computed with it. For implementations of our own, on one device
+    (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; unset: as many as the model takes."""
     max_num_seqs: PositiveInt | None = None
@@ -147,6 +152,11 @@ class WorkerSettings(ProcessSettings):
         return self.served_model_name or self.model.resolve().name
 
     @property
+    def adapter_directories(self) -> tuple[tuple[str, Path], ...]:
+        """`lora`, parsed: of each adapter its name and directory."""
+        return tuple(_parse_adapter(text) for text in self.lora)
+
+    @property
     def host_codec(self) -> CodecSpec:
         """`host_kv_codec`, parsed."""
         return parse_codec(self.host_kv_codec)
@@ -166,6 +176,20 @@ class WorkerSettings(ProcessSettings):
         """What KV is stored in, alike for workers that store the same: int8, or int8 but 0,23."""
         layers = ",".join(map(str, sorted(self.kv_skip_layers)))
         return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_at_commas(value)
+
+    @field_validator("lora")
+    @classmethod
+    def _are_adapters(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name for name, _ in map(_parse_adapter, texts)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"has {name!r} {names.count(name)} times; names must differ")
+        return texts
 
     @field_validator("kv_cache_dtype_skip_layers")
     @classmethod
@@ -278,6 +302,27 @@ class WorkerSettings(ProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _takes_adapters(self) -> Self:
+        if not self.lora:
+            return self
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"lora is {','.join(self.lora)}; it must be unset with tensor_parallel_size or"
+                " pipeline_parallel_size"
+            )
+        if self.model_class:
+            raise ValueError(
+                f"lora is {','.join(self.lora)}; it must be unset with model_class, which is"
+                f" {self.model_class}"
+            )
+        if self.model_id in dict(self.adapter_directories):
+            raise ValueError(
+                f"lora has {self.model_id!r}, which is what requests call the model; names must"
+                " differ"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_guess(self) -> Self:
         if (self.speculative == "draft") != (self.draft_model is not None):
             given = "unset" if self.draft_model is None else self.draft_model
@@ -308,6 +353,13 @@ class WorkerSettings(ProcessSettings):
                 f"max_num_batched_tokens is {tokens}; it must be at least max_num_seqs, {seqs}"
             )
         return self
+
+
+def _parse_adapter(text: str) -> tuple[str, Path]:
+    name, _, directory = text.partition("=")
+    if not name or not directory or not name.isprintable():
+        raise ValueError(f"must be NAME=DIR, as in sql=adapters/sql; {text!r} is not")
+    return name, Path(directory)
 
 
 def _parse_layers(text: str) -> frozenset[int]:

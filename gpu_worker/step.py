@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.sampling_params import SamplingParams
 from rpc.errors import QuireError
 
@@ -50,6 +51,8 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
+    adapters: tuple[AdapterId, ...] = ()
+    """The LoRA adapters that it holds; they are numbered from 1."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 
@@ -75,6 +78,8 @@ class NewRow:
     sampling: SamplingParams
     max_total_tokens: int
     """The length, prompt and output, at which it stops decoding."""
+    adapter: int = 0
+    """The number of its LoRA adapter, as `Limits.adapters` has them; 0: it has none."""
     traceparent: str = ""
     identity: bytes = b""
     """What a later scheduler knows it by; empty: it is not told of it."""

@@ -14,7 +14,7 @@ from gpu_worker.field_checks import (
     require_range,
     require_size,
 )
-from gpu_worker.sampling_wire import sampling_params_from_proto
+from gpu_worker.sampling_wire import adapter_from_proto, sampling_params_from_proto
 from gpu_worker.step import (
     LABEL_BYTES,
     Int32Array,
@@ -154,6 +154,7 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
         block_ids=block_ids,
         sampling=sampling_params_from_proto(new.sampling, new.output_index, limits.vocab_size),
         max_total_tokens=new.max_total_tokens,
+        adapter=adapter_from_proto(new.sampling, limits.adapters),
         traceparent=new.traceparent,
         identity=new.identity,
         note=new.note,

@@ -190,6 +190,8 @@ class Model:
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     """Whether `SamplingParams.structured` can be used."""
+    parent: str = ""
+    """If it is a LoRA adapter: the model that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,7 @@ def models_from_proto(response: inference_pb2.ListModelsResponse) -> tuple[Model
             model.vocab_size,
             tuple(model.eos_token_ids),
             model.structured_output,
+            model.parent,
         )
         for model in response.models
     )

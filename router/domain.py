@@ -42,6 +42,16 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter of the model; see `quire.v1.LoraAdapter`."""
+
+    name: str
+    """What requests call it."""
+    digest: bytes
+    """Tells its contents from all others."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when an output ends: each field as in `quire.v1.SamplingParams`."""
 
@@ -61,6 +71,8 @@ class SamplingParams:
     logprobs: int | None = None
     structured: StructuredOutput | None = None
     prompt_logprobs: int | None = None
+    adapter: LoraAdapter | None = None
+    """That of the request's model: set by the router, not by a face."""
 
 
 class EarlyStopping(Enum):
@@ -219,6 +231,10 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     """Whether an output can be made to have a form."""
+    parent: str = ""
+    """If it is a LoRA adapter: the model that it belongs to; empty: it is none."""
+    adapter: LoraAdapter | None = None
+    """What the scheduler is told to compute it with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class Inference:
         sampling = settle_sampling(
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
-        sampling = replace(sampling, structured=prepared.structured)
+        sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
         lease.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),
@@ -193,10 +193,11 @@ class Inference:
             )
             for index in range(n)
         ]
+        adapter = record.sampling.adapter
         live = LiveRequest(
             record,
             outputs,
-            model=model.id,
+            model=model.id if adapter is None else adapter.name,
             cancel=self._schedulers.cancel,
             leave=self._schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),

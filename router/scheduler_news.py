@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from router.domain import FinishReason, OutputError, TextTerms, TokenLogprob
+from router.domain import FinishReason, LoraAdapter, OutputError, TextTerms, TokenLogprob
 from router.live_request import ReplayRecord
 from rpc.errors import QuireError
 
@@ -19,6 +19,14 @@ class SchedulerModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
+    adapters: tuple[LoraAdapter, ...] = ()
+
+    def __str__(self) -> str:
+        """Names it as far as it is shown where two differ."""
+        if not self.adapters:
+            return repr(self.id)
+        names = ", ".join(f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
+        return f"{self.id!r} with LoRA adapters {names}"
 
     def can_continue(self, other: "SchedulerModel") -> bool:
         """Whether this is `other` again, as far as a router can tell: its outputs can go on."""

@@ -25,6 +25,7 @@ from router.scheduler_news import (
 from router.validation import MAX_N
 from router.wire import (
     FINISH_REASON_TO_PROTO,
+    adapter_from_proto,
     beam_from_proto,
     beam_to_proto,
     error_to_proto,
@@ -174,6 +175,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
                     vocab_size=model.vocab_size,
                     eos_token_ids=tuple(model.eos_token_ids),
                     structured_output=model.structured_output,
+                    adapters=tuple(map(adapter_from_proto, model.adapters)),
                 ),
             )
         case _:

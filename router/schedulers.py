@@ -250,8 +250,7 @@ class Schedulers:
             )
         elif before is not None and others and not model.can_continue(before):
             misfit = (
-                f"the scheduler at {link.target} has the model {model.id!r};"
-                f" the others have {before.id!r}"
+                f"the scheduler at {link.target} has the model {model}; the others have {before}"
             )
         if misfit is not None:
             if others:

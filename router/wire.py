@@ -10,6 +10,7 @@ from router.domain import (
     FinishReason,
     GenerateRequest,
     Load,
+    LoraAdapter,
     ModelInfo,
     OutputDelta,
     OutputError,
@@ -66,6 +67,8 @@ def generate_request_from_proto(
     message: inference_pb2.GenerateRequest, deadline: float | None
 ) -> GenerateRequest:
     """Reads a request; raises InvalidArgumentError if it has no prompt, or an unknown enum."""
+    if message.sampling.HasField("adapter"):
+        raise InvalidArgumentError("sampling.adapter", "is set; name the adapter in model")
     match message.WhichOneof("prompt"):
         case "text":
             prompt: str | tuple[int, ...] = message.text
@@ -137,7 +140,17 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if given("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if given("prompt_logprobs") else None,
         structured=_structured_from_proto(message.structured) if given("structured") else None,
+        adapter=adapter_from_proto(message.adapter) if given("adapter") else None,
     )
+
+
+def adapter_from_proto(message: common_pb2.LoraAdapter) -> LoraAdapter:
+    """Reads what an adapter is known by."""
+    return LoraAdapter(message.name, message.digest)
+
+
+def _adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
+    return common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
 
 
 def _structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
@@ -190,6 +203,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         structured=(
             None if sampling.structured is None else _structured_to_proto(sampling.structured)
         ),
+        adapter=None if sampling.adapter is None else _adapter_to_proto(sampling.adapter),
     )
 
 
@@ -283,6 +297,7 @@ def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         structured_output=model.structured_output,
+        parent=model.parent,
     )
 
 

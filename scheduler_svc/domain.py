@@ -10,6 +10,16 @@ from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter that the workers hold."""
+
+    name: str
+    """What requests call it."""
+    digest: bytes
+    """Tells its contents from all others."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The model that the workers hold, with the limits that requests are checked against."""
 
@@ -20,6 +30,15 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     """Whether outputs can be made to have a form."""
+    adapters: tuple[LoraAdapter, ...] = ()
+
+    def __str__(self) -> str:
+        """Name it as far as workers may differ in it."""
+        details = f"vocab_size {self.vocab_size}"
+        if self.adapters:
+            names = (f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
+            details += f", LoRA adapters {', '.join(names)}"
+        return f"model {self.id!r} ({details})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,8 +223,7 @@ class Fleet:
             self._model = model
         if model != self._model:
             raise UnavailableError(
-                f"worker {engine.target} holds model {model.id!r} (vocab_size {model.vocab_size}); "
-                f"this scheduler serves {self._model.id!r} (vocab_size {self._model.vocab_size})"
+                f"worker {engine.target} holds {model}; this scheduler serves {self._model}"
             )
 
     def attached(self, engine: Engine) -> None:

@@ -9,7 +9,7 @@ import grpc.aio
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
+from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from rpc.grpc_server import Service
 from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
@@ -222,7 +222,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             request = request_from_proto(message, stream.source, model, time.monotonic())
             stream.claim(live_seq_keys(request))
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, NotFoundError) as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))
             return
         try:

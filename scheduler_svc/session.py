@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rpc import timeline
@@ -208,14 +209,7 @@ class Session:
 
     def model(self) -> ModelInfo:
         """Return the worker's model, its length as the block pool allows."""
-        model = self._link.info.model
-        return ModelInfo(
-            id=model.id,
-            max_model_len=self._core.max_request_len,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            structured_output=model.structured_output,
-        )
+        return replace(self._link.info.model, max_model_len=self._core.max_request_len)
 
     def oldest_step_age_s(self) -> float:
         """Say how long the oldest step has been in flight; 0 if none is."""

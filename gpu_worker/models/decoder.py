@@ -64,7 +64,9 @@ class Decoder:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
         else:
             residual = functional.embedding(token_ids, self.embedding)
-        native = None if self._native is None else self._native.over(pool)
+        native = None  # has no place for adapters
+        if self._native is not None and metadata.adapters is None:
+            native = self._native.over(pool)
         if native is not None:
             return native.forward(
                 NativeInputs(
@@ -80,7 +82,8 @@ class Decoder:
         eps = self.config.rms_norm_eps
         wanted = None if self.final_norm is None else metadata.wanted
         out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
-        for index, layer in enumerate(self.layers):
+        for index, plain_layer in enumerate(self.layers):
+            layer = _adapted(index, plain_layer, metadata)
             if out is None:
                 normed = ops.rms_norm(residual, layer.input_norm, eps)
             else:
@@ -91,6 +94,7 @@ class Decoder:
                 metadata = wanted.metadata
                 if not len(query):
                     return residual
+                layer = _adapted(index, plain_layer, metadata)
             attended = attend(
                 query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
             )
@@ -158,6 +162,10 @@ class Decoder:
             key_scales=pool.key_scales(index),
             value_scales=pool.value_scales(index),
         )
+
+
+def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:
+    return layer if metadata.adapters is None else metadata.adapters.onto(index, layer)
 
 
 def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:

@@ -33,6 +33,7 @@ _COMMON: Final = (
 )
 _WORKER: Final = (
     "model_class",
+    "lora",
     "dtype",
     "quantization",
     "max_model_len",
@@ -254,6 +255,8 @@ def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
     flags: list[str] = []
     for name in names:
         value = getattr(settings, name)
+        if isinstance(value, tuple):
+            value = ",".join(value)
         if value is not None and value != "":
             flags += ("--" + name.replace("_", "-"), str(value))
     return tuple(flags)

@@ -16,6 +16,7 @@ _DEVICE: Final = (
     "dtype",
     "quantization",
     "model_class",
+    "lora",
     "kv_cache_memory_gb",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
@@ -46,6 +47,9 @@ class UpSettings(ProcessSettings):
     model_class: str = ""
     """Which implementation runs the model: the dotted path of a class of yours, as in
     package.module:Class (docs/models.md); "transformers"; empty: the worker's choice."""
+    lora: Annotated[tuple[str, ...], NoDecode] = ()
+    """LoRA adapters as NAME=DIR, separated by commas, each in the format of PEFT; a request whose
+    model is NAME is computed with it (docs/models.md)."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start; on CUDA each takes a device of its own, or several."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -150,7 +154,7 @@ class UpSettings(ProcessSettings):
     """End when standard input does: for a program that starts a service for itself, since its end,
     however it comes, closes the pipe."""
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "lora", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_at_commas(value)

@@ -207,8 +207,8 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: ModelInfo, created: int) -> Json:
-    """One model; `root` and `max_model_len` are not OpenAI's: clients of vLLM look for them."""
-    return {
+    """One model; `root`, `max_model_len` and an adapter's `parent` are vLLM's, not OpenAI's."""
+    described: Json = {
         "id": model.id,
         "object": "model",
         "created": created,
@@ -216,6 +216,7 @@ def model_json(model: ModelInfo, created: int) -> Json:
         "root": model.id,
         "max_model_len": model.max_model_len,
     }
+    return described | {"parent": model.parent} if model.parent else described
 
 
 def end_json(finished: OutputFinished) -> Json:

@@ -79,6 +79,7 @@ def beam_sampling(
         seed=sampling.seed,
         ignore_eos=True,
         logprobs=params.num_kept + num_ruled_out,
+        adapter=sampling.adapter if sampling.HasField("adapter") else None,
     )
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError, QuireError, TooBusyError
+from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
+from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 from scheduler_svc.wire.checks import check_below
 
@@ -44,6 +44,7 @@ def request_from_proto(
 
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
+        NotFoundError: The workers have no such adapter.
     """
     _check(message)
     prompt_token_ids = _token_ids_from_proto(
@@ -69,7 +70,7 @@ def request_from_proto(
         n=message.n,
         max_tokens=message.sampling.max_tokens,
         sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
-        cache_salt=message.cache_salt,
+        cache_salt=_prefix_salt(message, model),
         traceparent=message.traceparent,
         min_tokens=message.sampling.min_tokens,
         priority=message.priority,
@@ -90,8 +91,27 @@ def request_from_proto(
     )
 
 
+def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
+    """The salt of the request's prefixes: an adapter's KV is nobody else's.
+
+    U+0000 begins those of adapters and no others, so that no client can make up one of them.
+    """
+    if not message.sampling.HasField("adapter"):
+        return message.cache_salt
+    adapter = LoraAdapter(message.sampling.adapter.name, message.sampling.adapter.digest)
+    if adapter not in model.adapters:
+        raise NotFoundError(
+            f"LoRA adapter {adapter.name!r} ({adapter.digest.hex()[:8]}) is not served; {model} is"
+        )
+    return f"\0{adapter.digest.hex()}{message.cache_salt}"
+
+
 def _check(message: scheduler_pb2.Submit) -> None:
     """Check what needs no parsing."""
+    if message.cache_salt.startswith("\0"):
+        raise InvalidArgumentError(
+            "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"
+        )
     if not 1 <= message.n <= _MAX_N:
         raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
     if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
@@ -136,6 +156,10 @@ def welcome_to_proto(
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
                 structured_output=model.structured_output,
+                adapters=[
+                    common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
+                    for adapter in model.adapters
+                ],
             ),
         )
     )

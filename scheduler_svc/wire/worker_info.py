@@ -4,7 +4,7 @@ import math
 
 from quire.v1 import worker_pb2
 from rpc.errors import InvalidArgumentError
-from scheduler_svc.domain import ModelInfo, WorkerInfo
+from scheduler_svc.domain import LoraAdapter, ModelInfo, WorkerInfo
 
 _MAX_NUM_SEQS = 2**16
 _MAX_BLOCKS = 2**24
@@ -28,6 +28,9 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             vocab_size=message.model.vocab_size,
             eos_token_ids=tuple(message.model.eos_token_ids),
             structured_output=message.model.structured_output,
+            adapters=tuple(
+                LoraAdapter(adapter.name, adapter.digest) for adapter in message.model.adapters
+            ),
         ),
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,

@@ -1,0 +1,174 @@
+"""Loads LoRA adapters from the directories that PEFT writes.
+
+Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
+ranks of maps that are fused into one, together.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gpu_worker.json_fields import ModelError
+from gpu_worker.lora.adapted_maps import AdaptedMap, adapted_maps
+from gpu_worker.lora.adapter import Adapter, LowRankMap
+from gpu_worker.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from gpu_worker.lora.adapter_id import AdapterId
+from gpu_worker.model_config import ModelConfig
+from gpu_worker.models.linear import make_linear
+from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, LlamaConfig
+
+_WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_PICKLED: Final = "adapter_model.bin"
+_PREFIX: Final = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_MAX_NAMES_SHOWN: Final = 5
+
+
+def load_adapters(
+    name_to_directory: Sequence[tuple[str, Path]],
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Adapter, ...]:
+    """Load adapters of a model, in the order of their names.
+
+    Args:
+        name_to_directory: what requests call each, and where it is.
+        model: what they add to.
+        dtype: of weights and activations.
+        device: where they go.
+
+    Raises:
+        ModelError: the model's implementation takes none; a file is missing or damaged; an adapter
+            asks for what is not supported, or its tensors are not those of this model.
+    """
+    if not name_to_directory:
+        return ()
+    if not isinstance(model, LlamaConfig):
+        raise ModelError(
+            f"lora is set; {model.architecture} runs without adapters, and they are supported for"
+            f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
+        )
+    return tuple(
+        _load(name, directory, model, dtype, device)
+        for name, directory in sorted(name_to_directory)
+    )
+
+
+def _load(
+    name: str, directory: Path, model: LlamaConfig, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    config = read_adapter_config(directory)
+    path = directory / _WEIGHTS_FILE
+    layers = [tuple(adapted_maps(model, index)) for index in range(model.num_layers)]
+    modules = [module for maps in layers for of in maps for module, _ in of.modules]
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            adapted = _adapted_modules(path, frozenset(file.keys()), config, modules)
+            loaded = tuple(
+                {
+                    of.name: _low_rank_map(path, file, of, adapted, config, dtype, device)
+                    for of in maps
+                    if adapted & {module for module, _ in of.modules}
+                }
+                for maps in layers
+            )
+    except (OSError, SafetensorError) as error:
+        if (directory / _PICKLED).exists() and not path.exists():
+            raise ModelError(
+                f"{directory / _PICKLED} is a pickle, which can run code as it loads; only"
+                " safetensors is read: convert it"
+            ) from error
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+    return Adapter(AdapterId(name, _digest(directory)), loaded)
+
+
+def _adapted_modules(
+    path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
+) -> frozenset[str]:
+    """The modules that the file has matrices for: all that the config says, and no others."""
+    known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
+    if unknown := sorted(names - known.keys()):
+        raise ModelError(
+            f"{path} has {_some(unknown)}; supported are matrices for {_last_names(modules)} of the"
+            " model's layers"
+        )
+    wanted = {known[name] for name in names}
+    for target in config.target_modules or ():
+        matched = {m for m in modules if m == target or m.endswith(f".{target}")}
+        if not matched:
+            raise ModelError(
+                f"{config.path}: target_modules has {target!r}; supported are"
+                f" {_last_names(modules)}"
+            )
+        wanted |= matched
+    if missing := sorted({_PREFIX + m + part for m in wanted for part in (_A, _B)} - names):
+        raise ModelError(f"{path} lacks {_some(missing)}")
+    if not wanted:
+        raise ModelError(f"{path} has no tensors")
+    return frozenset(wanted)
+
+
+def _low_rank_map(
+    path: Path,
+    file: Any,
+    of: AdaptedMap,
+    adapted: frozenset[str],
+    config: AdapterConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LowRankMap:
+    """One pair for a fused map: A one above the other `[R, K]`, B along a diagonal `[N, R]`."""
+    rank = config.rank
+    num_ranks = rank * sum(module in adapted for module, _ in of.modules)
+    down = torch.empty(num_ranks, of.num_in)
+    up = torch.zeros(sum(num_out for _, num_out in of.modules), num_ranks)
+    first_rank = first_out = 0
+    for module, num_out in of.modules:
+        if module in adapted:
+            ranks = slice(first_rank, first_rank + rank)
+            down[ranks] = _tensor(path, file, module + _A, (rank, of.num_in))
+            b = _tensor(path, file, module + _B, (num_out, rank))
+            up[first_out : first_out + num_out, ranks] = b.float() * config.scale
+            first_rank += rank
+        first_out += num_out
+    return LowRankMap(
+        make_linear(down.to(device, dtype), None), make_linear(up.to(device, dtype), None)
+    )
+
+
+def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(_PREFIX + name)
+    if tuple(tensor.shape) != shape:
+        raise ModelError(
+            f"{path}: {_PREFIX}{name} has shape {list(tensor.shape)}; {CONFIG_FILE} and the model"
+            f" make it {list(shape)}"
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < torch.bfloat16.itemsize:
+        raise ModelError(
+            f"{path}: {_PREFIX}{name} has dtype {tensor.dtype}; it must be a floating point of 16"
+            " bits or more"
+        )
+    return tensor
+
+
+def _digest(directory: Path) -> bytes:
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, _WEIGHTS_FILE):
+        with (directory / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.digest()
+
+
+def _last_names(modules: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    more = len(names) - _MAX_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

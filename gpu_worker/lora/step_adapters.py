@@ -1,0 +1,105 @@
+"""Which adapters a step's tokens have, and the layers of the model with what these add.
+
+Symbols: `T` tokens, `N` of one adapter, `K` input features of a map, `O` its output features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from gpu_worker.lora.adapted_maps import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, MapName
+from gpu_worker.lora.adapter import Adapter, LowRankMap
+from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
+from gpu_worker.models.linear import Linear
+from gpu_worker.step import Int64Array
+from gpu_worker.upload import upload
+
+NO_ADAPTER = 0
+"""What a row has instead of the number of an adapter: they count from 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tokens:
+    """The tokens of one adapter."""
+
+    adapter: Adapter
+    places: torch.Tensor | None
+    """int64[N]: among the step's tokens, ascending; None: it has them all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAdapters:
+    """The adapters of a step's tokens; tokens that no adapter has are the model's alone."""
+
+    _tokens: tuple[_Tokens, ...]
+
+    def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+        """The layer of this index, with what the adapters add to its maps."""
+        mlp = layer.feed_forward
+        if isinstance(mlp, GatedMlp):
+            mlp = replace(
+                mlp,
+                gate_up=self._onto(index, GATE_UP, mlp.gate_up),
+                down=self._onto(index, DOWN, mlp.down),
+            )
+        return replace(
+            layer,
+            qkv=self._onto(index, QKV, layer.qkv),
+            attention_output=self._onto(index, ATTENTION_OUTPUT, layer.attention_output),
+            feed_forward=mlp,
+        )
+
+    def _onto(self, index: int, name: MapName, base: Linear) -> Linear:
+        added = [
+            (low_rank, tokens.places)
+            for tokens in self._tokens
+            if (low_rank := tokens.adapter.layers[index].get(name)) is not None
+        ]
+        return _AdaptedLinear(base, added) if added else base
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AdaptedLinear:
+    """A linear map and what is added to some of its rows."""
+
+    base: Linear
+    added: Sequence[tuple[LowRankMap, torch.Tensor | None]]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, O]`; a row's result depends on no other row."""
+        out = self.base(x)
+        for low_rank, places in self.added:
+            if places is None:
+                out += low_rank(x)
+            else:
+                out.index_add_(0, places, low_rank(x.index_select(0, places)))
+        return out
+
+
+def step_adapters(
+    numbers: Int64Array, adapters: Sequence[Adapter], device: torch.device
+) -> StepAdapters | None:
+    """Group a step's tokens by their adapters; nothing here waits for the device.
+
+    Args:
+        numbers: int64[T]: of each token the number of its adapter, from 1, or `NO_ADAPTER`.
+        adapters: all of the worker's.
+        device: where the tokens are.
+
+    Returns:
+        None if no token has one.
+    """
+    used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
+    if not used:
+        return None
+    if (numbers == used[0]).all():
+        return StepAdapters((_Tokens(adapters[used[0] - 1], None),))
+    places = upload([np.flatnonzero(numbers == number) for number in used], device)
+    return StepAdapters(
+        tuple(
+            _Tokens(adapters[number - 1], of_one)
+            for number, of_one in zip(used, places, strict=True)
+        )
+    )
