@@ -79,10 +79,9 @@ def build_input_batch(
         seq_lens.astype(np.int32),
         starts,
     ]
-    of_all = of_wanted_ones = None
-    if adapters:
-        numbers = rows.adapter[row_of_token]
-        of_all = step_adapters(numbers, adapters, last_token_ids.device)
+    numbers = rows.adapter[row_of_token] if adapters else _NONE  # of adapters
+    of_all = step_adapters(numbers, adapters, last_token_ids.device)
+    of_wanted_ones: StepAdapters | None = None
     wanted_starts: Int32Array | None = None
     if len(scheduled.sampling) < len(positions):
         places, wanted_starts = _places_before_sampled(scheduled, starts)

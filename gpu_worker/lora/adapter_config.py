@@ -23,7 +23,7 @@ _OF_TRAINING: Final = frozenset(
 Of any other field only a value that asks for nothing is accepted, so that a variant of LoRA that is
 newer than this file is refused, not mistaken for LoRA.
 """
-_NEUTRAL: Final = (None, False, "none", "", [], {})
+_NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` after which the model's own weights are what they were."""
 

@@ -84,16 +84,17 @@ def step_adapters(
     """Group a step's tokens by their adapters; nothing here waits for the device.
 
     Args:
-        numbers: int64[T]: of each token the number of its adapter, from 1, or `NO_ADAPTER`.
+        numbers: int64[T]: of each token the number of its adapter, from 1, or `NO_ADAPTER`; empty
+            if there are none.
         adapters: all of the worker's.
         device: where the tokens are.
 
     Returns:
         None if no token has one.
     """
-    used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
-    if not used:
+    if not numbers.any():  # as in every step of a worker without adapters
         return None
+    used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     if (numbers == used[0]).all():
         return StepAdapters((_Tokens(adapters[used[0] - 1], None),))
     places = upload([np.flatnonzero(numbers == number) for number in used], device)

@@ -27,3 +27,17 @@ def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
     logits = _reference(directory)(token_ids, use_cache=False).logits[0]
     assert sequence.output == logits[len(sequence.prompt) - 1 :].argmax(-1).tolist()
     torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def greedy_continuation(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers generates, past the model's end token if it comes."""
+    output = _reference(directory).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()

@@ -1,0 +1,163 @@
+"""What an adapter must have and say to be loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_worker.json_fields import ModelError
+from gpu_worker.lora.adapter_loading import load_adapters
+from gpu_worker.model_source import open_model
+from tests.lora_fixture import make_adapter
+from tests.models_fixture import ModelDirs
+
+Q_A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory):
+    return ModelDirs(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def adapter(model_dirs, tmp_path):
+    return make_adapter(tmp_path / "adapter", model_dirs.get("llama"), seed=1)
+
+
+def load(model_dirs, *named, family="llama", model_class=""):
+    config = open_model(model_dirs.get(family), model_class).config
+    return load_adapters(named, config, torch.float32, torch.device("cpu"))
+
+
+def edit_config(adapter, **changes):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(adapter, change):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def assert_refused(model_dirs, adapter, *parts, **options):
+    with pytest.raises(ModelError) as caught:
+        load(model_dirs, ("a", adapter), **options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_adapters_come_by_name_with_digests_of_their_contents(model_dirs, adapter, tmp_path):
+    other = make_adapter(tmp_path / "other", model_dirs.get("llama"), seed=2)
+    second, first = ("b", adapter), ("a", other)
+    a, b = load(model_dirs, second, first)
+    assert (a.id.name, b.id.name) == ("a", "b")
+    assert len(a.id.digest) == len(b.id.digest) == 32
+    assert a.id.digest != b.id.digest
+    assert load(model_dirs, ("c", adapter))[0].id.digest == b.id.digest
+    edit_config(adapter, lora_alpha=9)
+    assert load(model_dirs, ("c", adapter))[0].id.digest != b.id.digest
+
+
+def test_only_the_targets_are_added_to(model_dirs, tmp_path):
+    model = model_dirs.get("llama")
+    path = make_adapter(tmp_path / "few", model, 1, targets=("v_proj", "down_proj"))
+    (adapter,) = load(model_dirs, ("a", path))
+    assert [set(layer) for layer in adapter.layers] == [{"qkv", "down"}] * 2
+    added = adapter.layers[0]["qkv"](torch.ones(1, 64))
+    assert not added[:, : 64 + 32].any()
+    assert added[:, 64 + 32 :].all()
+
+
+def test_an_expression_leaves_the_choice_to_the_tensors(model_dirs, adapter):
+    edit_config(adapter, target_modules="all-linear")
+    edit_tensors(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.0" in name])
+    (loaded,) = load(model_dirs, ("a", adapter))
+    assert [len(layer) for layer in loaded.layers] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("fan_in_fan_out", True),
+        ("target_parameters", ["experts.down_proj"]),
+        ("trainable_token_indices", [1]),
+        ("init_lora_weights", "pissa"),
+        ("a_variant_of_tomorrow", {"depth": 2}),
+        ("target_modules", ["q_proj", "lm_head"]),
+        ("target_modules", []),
+        ("r", 0),
+        ("lora_alpha", "many"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_dirs, adapter, field, value):
+    edit_config(adapter, **{field: value})
+    assert_refused(model_dirs, adapter, "adapter_config.json", field)
+
+
+def test_a_tensor_of_another_shape_is_refused(model_dirs, adapter):
+    edit_tensors(adapter, lambda t: t.update({Q_A: torch.ones(4, 63)}))
+    assert_refused(model_dirs, adapter, "adapter_model.safetensors", Q_A, "[4, 63]", "[4, 64]")
+
+
+def test_another_rank_than_the_configs_is_refused(model_dirs, adapter):
+    edit_config(adapter, r=8)
+    assert_refused(model_dirs, adapter, "lora_A.weight has shape [4, ", "make it [8, ")
+
+
+def test_a_missing_tensor_is_refused(model_dirs, adapter):
+    edit_tensors(adapter, lambda t: t.pop(Q_A))
+    assert_refused(model_dirs, adapter, "lacks", Q_A)
+
+
+def test_a_tensor_of_another_module_is_refused(model_dirs, adapter):
+    name = "base_model.model.lm_head.lora_A.weight"
+    edit_tensors(adapter, lambda t: t.update({name: torch.ones(4, 64)}))
+    assert_refused(model_dirs, adapter, name, "q_proj")
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(model_dirs, tmp_path):
+    deeper = make_adapter(tmp_path / "deep", model_dirs.get("llama", num_hidden_layers=3), seed=1)
+    assert_refused(model_dirs, deeper, "layers.2", "and 9 more")
+
+
+def test_a_tensor_of_integers_is_refused(model_dirs, adapter):
+    edit_tensors(adapter, lambda t: t.update({Q_A: torch.ones(4, 64, dtype=torch.int8)}))
+    assert_refused(model_dirs, adapter, Q_A, "int8")
+
+
+def test_a_pickle_is_refused(model_dirs, adapter):
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    assert_refused(model_dirs, adapter, "adapter_model.bin is a pickle")
+
+
+def test_a_directory_without_an_adapter_is_refused(model_dirs, tmp_path):
+    assert_refused(model_dirs, tmp_path, "adapter_config.json cannot be read")
+
+
+def test_experts_are_not_added_to(model_dirs, tmp_path):
+    model = model_dirs.get("mixtral")
+    attention = make_adapter(tmp_path / "attention", model, 1, targets=("q_proj", "o_proj"))
+    (loaded,) = load(model_dirs, ("a", attention), family="mixtral")
+    assert [set(layer) for layer in loaded.layers] == [{"qkv", "attention_output"}] * 2
+    edit_config(attention, target_modules=["w1"])
+    assert_refused(model_dirs, attention, "target_modules has 'w1'", family="mixtral")
+
+
+@pytest.mark.parametrize(
+    ("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")]
+)
+def test_other_implementations_take_none(model_dirs, adapter, family, model_class):
+    options = {"family": family, "model_class": model_class}
+    assert_refused(model_dirs, adapter, "lora", "LlamaForCausalLM", **options)
