@@ -155,9 +155,7 @@ def test_experts_are_not_added_to(model_dirs, tmp_path):
     assert_refused(model_dirs, attention, "target_modules has 'w1'", family="mixtral")
 
 
-@pytest.mark.parametrize(
-    ("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")]
-)
+@pytest.mark.parametrize(("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")])
 def test_other_implementations_take_none(model_dirs, adapter, family, model_class):
     options = {"family": family, "model_class": model_class}
     assert_refused(model_dirs, adapter, "lora", "LlamaForCausalLM", **options)

@@ -1,0 +1,181 @@
+"""Requests for an adapter get the tokens of weights merged with it, whatever else is served."""
+
+import json
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from quire.v1 import common_pb2, inference_pb2
+from tests.e2e.child import eventually
+from tests.e2e.generation import Result, generate_request, read
+from tests.e2e.references import Search, greedy_tokens, searched_tokens
+from tests.e2e.service import Service
+from tests.lora_fixture import make_adapter, merge
+from tests.models_fixture import ModelDirs
+
+NUM_TOKENS = 96
+PROMPTS = [
+    torch.randint(5, 500, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (50, 50, 50, 7, 90, 33)
+]
+MODELS = ("", "sql", "chat")
+CHUNK = 16
+SMALL_POOL_BLOCKS = 40
+"""Room for some of the sequences, not for all."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its adapters, and the checkpoints that each must equal."""
+
+    model: Path
+    adapters: dict[str, Path]
+    merged: dict[str, Path]
+    outputs: dict[str, list[list[int]]]
+    """Of each model name those of all prompts."""
+
+
+@pytest.fixture(scope="module")
+def case(model_dirs: ModelDirs, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("adapters")
+    model = model_dirs.get("llama")
+    adapters = {
+        "sql": make_adapter(root / "sql", model, seed=1),
+        "chat": make_adapter(root / "chat", model, 2, rank=3, targets=("q_proj", "v_proj")),
+    }
+    merged = {"": model}
+    merged |= {name: merge(root / f"merged-{name}", model, adapters[name]) for name in adapters}
+    outputs = {name: greedy_tokens(merged[name], PROMPTS, NUM_TOKENS) for name in MODELS}
+    return Case(model, adapters, merged, outputs)
+
+
+@pytest.fixture(scope="module")
+def service(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
+    worker = [f"--lora={name}={path}" for name, path in case.adapters.items()]
+    worker += [f"--num-blocks={SMALL_POOL_BLOCKS}", "--served-model-name=tiny"]
+    scheduler = [f"--max-prefill-chunk={CHUNK}"]
+    router = ["--served-model-name=tiny"]
+    with Service(
+        run_dir(), case.model, worker=worker, scheduler=scheduler, router=router
+    ) as service:
+        yield service
+
+
+def _request(prompt: list[int], model: str, **options: int) -> inference_pb2.GenerateRequest:
+    request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **options)
+    request.model = model
+    return request
+
+
+def _read_all(service: Service, requests: list[inference_pb2.GenerateRequest]) -> list[Result]:
+    with ThreadPoolExecutor(len(requests)) as pool:
+        streams = [
+            pool.submit(lambda r=request: read(service.stub.Generate(r, timeout=120)))
+            for request in requests
+        ]
+        return [stream.result() for stream in streams]
+
+
+def test_all_prompts_under_all_models_at_once_with_preemption(service: Service, case: Case):
+    chosen = [(i, name) for i in range(len(PROMPTS)) for name in MODELS]
+    results = _read_all(service, [_request(PROMPTS[i], name) for i, name in chosen])
+    wrong = [
+        f"prompt {i} of {name!r}"
+        for (i, name), result in zip(chosen, results, strict=True)
+        if result.outputs != [case.outputs[name][i]]
+    ]
+    assert not wrong
+    assert service.metrics(service.scheduler)["quire_num_preemptions_total"] > 0
+    service.wait_until_idle()
+
+
+def test_the_prefix_cache_is_each_models_own(service: Service, case: Case):
+    prompt = [11] * 49
+    for num_cached in (0, 48):
+        for name in MODELS:
+            result = read(service.stub.Generate(_request(prompt, name, n=2), timeout=60))
+            assert result.usage is not None
+            assert result.usage.cached_tokens == num_cached, name
+            (expected,) = greedy_tokens(case.merged[name], [prompt], NUM_TOKENS)
+            assert result.outputs == [expected] * 2
+
+
+def test_a_beam_search_is_the_adapters(service: Service, case: Case):
+    request = _request(PROMPTS[3], "sql")
+    request.beam.width = 3
+    request.sampling.max_tokens = 20
+    (result,) = _read_all(service, [request])
+    search = Search(tuple(PROMPTS[3]), width=3, n=1, num_tokens=20)
+    assert [result.outputs] == searched_tokens(case.merged["sql"], [search])
+
+
+def test_it_goes_on_with_the_adapter_after_the_death_of_the_scheduler(service: Service, case: Case):
+    service.wait_until_idle()
+    requests = [_request(PROMPTS[4], name) for name in MODELS]
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(_read_all, service, requests)
+        eventually(lambda: service.load().num_requests_running or None, "they run")
+        service.scheduler.kill()
+        service.start_scheduler()
+        outputs = [result.outputs for result in results.result()]
+    assert outputs == [[case.outputs[name][4]] for name in MODELS]
+    service.wait_until_ready()
+
+
+def test_models_are_listed_with_the_one_they_belong_to(service: Service):
+    _, body = service.get_json(service.router, "/v1/models")
+    assert [(m["id"], m.get("parent")) for m in body["data"]] == [
+        ("tiny", None),
+        ("chat", "tiny"),
+        ("sql", "tiny"),
+    ]
+    listed = service.stub.ListModels(inference_pb2.ListModelsRequest()).models
+    assert [(m.id, m.parent) for m in listed] == [("tiny", ""), ("chat", "tiny"), ("sql", "tiny")]
+    assert service.get_json(service.router, "/v1/models/sql")[1]["parent"] == "tiny"
+
+
+def test_http_chooses_by_the_models_name(service: Service, case: Case):
+    options = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    for name in ("tiny", "sql"):
+        body = {"model": name, "prompt": PROMPTS[0], **options}
+        answer = service.post_json("/v1/completions", body)
+        assert answer["model"] == name
+        expected = case.outputs["" if name == "tiny" else name][0][:48]
+        text = service.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=expected)).text
+        assert answer["choices"][0]["text"] == text
+
+
+def test_an_unknown_adapter_is_not_found(service: Service):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        service.post_json("/v1/completions", {"model": "sq", "prompt": "x"})
+    assert caught.value.code == 404
+    error = json.loads(caught.value.read())["error"]
+    assert error["message"] == "model 'sq' is not served; 'tiny', 'chat', 'sql' are"
+
+
+def test_an_adapter_is_chosen_by_model_alone(service: Service):
+    sampling = common_pb2.SamplingParams(adapter=common_pb2.LoraAdapter(name="sql"))
+    request = inference_pb2.GenerateRequest(text="x", sampling=sampling)
+    with pytest.raises(grpc.RpcError, match="sampling.adapter is set; name the adapter in model"):
+        read(service.stub.Generate(request, timeout=30))
+
+
+def test_a_worker_with_other_adapters_is_refused(service: Service, case: Case, tmp_path: Path):
+    other = make_adapter(tmp_path / "sql", case.model, seed=3)
+    flags = [flag for flag in service.worker_flags if not flag.startswith("--lora=sql")]
+    service.worker.stop()
+    service.worker.start([*flags, f"--lora=sql={other}"])
+    try:
+        why = "holds model 'tiny' (vocab_size 500, LoRA adapters 'chat' "
+        eventually(lambda: why in service.scheduler.log or None, "the scheduler says why")
+    finally:
+        service.worker.stop()
+        service.start_worker()
+    result = read(service.stub.Generate(_request(PROMPTS[5], "sql"), timeout=60))
+    assert result.outputs == [case.outputs["sql"][5]]
