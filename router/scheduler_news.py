@@ -29,7 +29,14 @@ class SchedulerModel:
         return f"{self.id!r} with LoRA adapters {names}"
 
     def can_continue(self, other: "SchedulerModel") -> bool:
-        """Whether this is `other` again, as far as a router can tell: its outputs can go on."""
+        """Whether this is `other` again, as far as a router can tell: its outputs can go on.
+
+        Those of an adapter that has gone or changed cannot: the scheduler refuses them one by one.
+        """
+        return self.can_stand_beside(replace(other, adapters=self.adapters))
+
+    def can_stand_beside(self, other: "SchedulerModel") -> bool:
+        """Whether a router may send any request to either."""
         return replace(self, max_model_len=0) == replace(other, max_model_len=0)
 
 

@@ -248,7 +248,7 @@ class Schedulers:
                 f" {model.id!r} of the scheduler at {link.target} has a vocabulary of"
                 f" {model.vocab_size}: --model must name the directory of the model that is served"
             )
-        elif before is not None and others and not model.can_continue(before):
+        elif before is not None and others and not model.can_stand_beside(before):
             misfit = (
                 f"the scheduler at {link.target} has the model {model}; the others have {before}"
             )

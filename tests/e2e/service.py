@@ -101,11 +101,6 @@ class Service:
             for child in self._children:
                 child.kill()
 
-    @property
-    def worker_flags(self) -> list[str]:
-        """What its worker is started with."""
-        return list(self._flags["worker"])
-
     def start_worker(self) -> None:
         self.worker.start(self._flags["worker"])
 

@@ -32,6 +32,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.routers = asyncio.Queue()
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
+        self.adapters = ()
+        """Names of adapters; the digest is the name over and over."""
         self.resume_grace_s = 60.0
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
@@ -110,6 +112,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_model_len=MAX_MODEL_LEN,
             vocab_size=self.vocab_size,
             eos_token_ids=[EOS],
+            adapters=[
+                common_pb2.LoraAdapter(name=name, digest=name.encode() * 32)
+                for name in self.adapters
+            ],
         )
         welcome = scheduler_pb2.SchedulerWelcome(
             epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s

@@ -191,6 +191,7 @@ async def test_requests_of_a_worker_that_always_lies_are_served_by_the_other(
         ("max_num_seqs", 0, "max_num_seqs is 0; it must be in"),
         ("block_size", 2**20, "block_size is 1048576; it must be in"),
         ("model", {"vocab_size": 0}, "vocab_size is 0; it must be in"),
+        ("model", {"adapters": [{"name": "a", "digest": b"short"}]}, "a digest of 5 bytes"),
         ("model", {"eos_token_ids": [VOCAB_SIZE]}, f"eos_token_ids has {VOCAB_SIZE}"),
     ],
 )

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError, TooBusyError
+from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.plan import Admitted, Finished, News, Pinned
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.domain import ModelInfo
+from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.router import (
     merge_step_outputs,
     news_to_proto,
@@ -138,6 +138,50 @@ def test_request_keeps_all_it_was_sent_with():
         ([5], False),
         ([], True),
     ]
+
+
+ADAPTERS = tuple(LoraAdapter(name, name.encode() * 32) for name in "ab")
+
+
+def of_adapter(adapter, salt="", **fields):
+    message = scheduler_pb2.Submit(
+        n=1,
+        prompt_token_ids=pack_int32([7]),
+        sampling=common_pb2.SamplingParams(seed=1, max_tokens=9),
+        cache_salt=salt,
+        **fields,
+    )
+    if adapter is not None:
+        message.sampling.adapter.name = adapter.name
+        message.sampling.adapter.digest = adapter.digest
+    model = replace(MODEL, adapters=ADAPTERS)
+    return request_from_proto(message, source=3, model=model, now=0)
+
+
+def test_each_adapter_has_prefixes_of_its_own():
+    requests = [of_adapter(a, salt) for a in (None, *ADAPTERS) for salt in ("", "s")]
+    salts = [request.cache_salt for request in requests]
+    assert salts[:2] == ["", "s"]
+    assert len(set(salts)) == len(salts)
+    sampling = common_pb2.SamplingParams.FromString(requests[-1].sampling)
+    assert (sampling.adapter.name, sampling.adapter.digest) == ("b", b"b" * 32)
+
+
+def test_nobody_can_make_up_an_adapters_salt():
+    salt = of_adapter(ADAPTERS[0]).cache_salt
+    with pytest.raises(InvalidArgumentError, match=r"cache_salt .* must not begin with U"):
+        of_adapter(None, salt)
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_an_adapter_that_the_workers_do_not_hold_is_not_found(name):
+    with pytest.raises(NotFoundError, match=r"LoRA adapter '.' .* is not served; model 'm'"):
+        of_adapter(LoraAdapter(name, bytes(32)))
+
+
+def test_a_search_is_the_adapters():
+    request = of_adapter(ADAPTERS[1], beam=common_pb2.BeamSearch(width=2))
+    assert common_pb2.SamplingParams.FromString(request.sampling).adapter.name == "b"
 
 
 def beam_submit(n=2, sampling=(), outputs=(), **beam):

@@ -46,7 +46,7 @@ def model_dirs(tmp_path_factory):
     return ModelDirs(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def case(request, model_dirs, tmp_path_factory):
     return make_case(model_dirs.get(request.param), tmp_path_factory.mktemp("adapters"))
 
