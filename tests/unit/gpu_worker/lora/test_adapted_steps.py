@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 
 from gpu_worker.executor import Executor
 from gpu_worker.kv_layout import kv_dtypes
@@ -215,6 +216,19 @@ def test_guesses_change_nothing(llama):
     results = Worker(llama, drafter=oracle).generate(PROMPTS, numbers)
     assert token_lists(results) == outputs
     assert oracle.num_guesses > len(PROMPTS)
+
+
+def test_only_steps_without_an_adapter_replay_graphs(llama):
+    worker, graphs = Worker(llama), FakeGraphs()
+    worker.executor.capture_graphs(graphs, lambda _: None)
+    numbers = [2, 0]
+    results = worker.generate(PROMPTS[:2], numbers)
+    assert token_lists(results) == expected(llama, PROMPTS[:2], numbers)
+    assert not graphs.num_replays
+    worker.executor.reset()
+    results = worker.generate(PROMPTS[:1], [0])
+    assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
+    assert graphs.num_replays
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization.INT8])
