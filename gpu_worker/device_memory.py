@@ -156,4 +156,5 @@ class MemoryMonitor:
                 never.wait(_INTERVAL_S)
         except (RuntimeError, OSError, ValueError) as error:  # a device's failure the steps tell
             self._has_failed = True
+            metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)  # as nothing is known
             _log.warning("device memory is watched no more", error=str(error))

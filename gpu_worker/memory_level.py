@@ -50,17 +50,18 @@ def choose_thresholds(
     """Take what the operator says; else 3 % and 1 %, or less on a device that is full by plan.
 
     Args:
-        warning: Share of all memory; None: nobody says.
-        critical: Likewise.
+        warning: Share of all memory; None: nobody says. At least that of `critical`.
+        critical: Likewise; at most that of `warning`.
         available: Bytes that can be had when the worker is ready. A level that the planned use
             brings about, with half of this still there, would be none to act on.
         total: All bytes.
     """
     at_first = available / total if total else 0.0
-    return Thresholds(
-        min(_WARNING_SHARE, at_first / 2) if warning is None else warning,
-        min(_CRITICAL_SHARE, at_first / 4) if critical is None else critical,
-    )
+    if warning is None:
+        warning = max(min(_WARNING_SHARE, at_first / 2), critical or 0.0)
+    if critical is None:
+        critical = min(_CRITICAL_SHARE, at_first / 4, warning)
+    return Thresholds(warning, critical)
 
 
 class LevelMeter:

@@ -172,4 +172,7 @@ def _candidates(request: Request, loads: Sequence[WorkerLoad], *, can_refuse: bo
         for i, load in enumerate(loads)
         if load.max_request_len >= num_tokens and (load.has_room(n) or not can_refuse)
     ]
-    return [i for i in found if not loads[i].is_memory_short] or found
+    short = {i for i in found if loads[i].is_memory_short}
+    if all(loads[i].num_waiting for i in found if i not in short):
+        short = {i for i in short if loads[i].num_waiting}  # the others would run dry
+    return [i for i in found if i not in short] or found

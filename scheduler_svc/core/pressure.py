@@ -23,7 +23,8 @@ class Pressure:
                 of prompts in a step, which need work space.
     CRITICAL    half of those that run, and half of these again for each ten seconds that it lasts.
                 A quarter of the tokens.
-    OK          no bounds. On the way there, at WARNING, those of sequences are what they came to.
+    OK          no bounds, at once. On the way there, at WARNING, those of sequences are what they
+                came to; if it is CRITICAL again, the ten seconds are not up sooner.
     """
 
     def __init__(self) -> None:
@@ -35,11 +36,9 @@ class Pressure:
     def change(self, level: MemoryLevel, num_running: int) -> None:
         """Learn the level, which may be the same, and how many run at that moment."""
         if level is MemoryLevel.OK:
-            self.max_running = None
+            self.max_running = self._halved_at = None
         elif self.max_running is None:
             self.max_running = max(1, num_running)
-        if level is not MemoryLevel.CRITICAL:
-            self._halved_at = None
         self.level = level
 
     def look(self, now: float, num_running: int) -> None:

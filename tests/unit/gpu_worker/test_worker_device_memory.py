@@ -53,6 +53,7 @@ def test_a_driver_that_fails_is_watched_no_more_and_nothing_is_short_for_it():
         monitor.run()
     assert monitor.level is None
     assert logs[0]["error"] == "the device is gone"
+    assert REGISTRY.get_sample_value("quire_worker_device_memory_level") == 0
 
 
 def test_metrics_have_what_driver_and_allocator_say():

@@ -53,6 +53,11 @@ def test_a_device_that_is_full_by_plan_has_less_to_lose():
     assert choose_thresholds(0.5, 0.25, 20, 1000) == Thresholds(0.5, 0.25)
 
 
+def test_the_share_that_nobody_says_fits_the_one_that_somebody_does():
+    assert choose_thresholds(0.0, None, 500, 1000) == Thresholds(0.0, 0.0)
+    assert choose_thresholds(None, 0.2, 500, 1000) == Thresholds(0.2, 0.2)
+
+
 def test_a_critical_share_above_that_of_the_warning_is_refused(tmp_path):
     shares = {"memory_warning_share": 0.1, "memory_critical_share": 0.2}
     with pytest.raises(ValidationError, match="must be at most memory_warning_share"):

@@ -59,9 +59,14 @@ def choose(workers, request, placement=Placement.LEAST_LOADED, *, can_refuse=Tru
 class TestCandidates:
     @pytest.mark.parametrize("placement", Placement)
     def test_a_worker_whose_memory_is_short_comes_last(self, placement):
-        pressed = Worker(0, 0, num_cached=12, is_memory_short=True)
+        pressed = Worker(0, 1, num_cached=12, is_memory_short=True)
         assert choose([pressed, Worker(8, 4)], make_request(), placement) == 1
         assert choose([pressed, Worker(8, 10)], make_request(), placement) == 0, "else it is full"
+
+    def test_a_worker_whose_memory_is_short_does_not_run_dry(self):
+        pressed = Worker(0, 0, is_memory_short=True)
+        assert choose([pressed, Worker(8, 0)], make_request()) == 1
+        assert choose([pressed, Worker(8, 4)], make_request()) == 0
 
     def test_full_queue_is_passed_over(self):
         assert choose([Worker(0, 9), Worker(64, 8)], make_request(n=2)) == 1

@@ -129,6 +129,19 @@ def test_when_critical_the_last_half_is_preempted_and_halved_again_while_it_last
     assert num_running(core) == 8
 
 
+def test_a_level_that_comes_back_does_not_halve_sooner():
+    core = make_core()
+    run_some(core, 8)
+    core.set_memory_level(CRITICAL)
+    step(core, now=100.0)
+    core.set_memory_level(WARNING)
+    core.set_memory_level(CRITICAL)
+    step(core, now=105.0)
+    assert num_running(core) == 4
+    step(core, now=110.0)
+    assert num_running(core) == 2
+
+
 def test_who_is_preempted_is_swapped_out_where_that_makes_room():
     core = make_core(**HOST)
     run_some(core, 2)
