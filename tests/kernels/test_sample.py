@@ -89,7 +89,8 @@ def test_uniform_numbers_are_the_worker_s():
     assert twin_uniforms(seeds, positions).tolist() == expected.tolist()
 
 
-def test_the_sampler_s_way_on_a_gpu_gives_the_tokens_of_that_on_a_cpu():
+@pytest.mark.parametrize("is_suppressed", [False, True])
+def test_the_sampler_s_way_on_a_gpu_gives_the_tokens_of_that_on_a_cpu(is_suppressed):
     sampler = Sampler(8, 300, (), torch.device("cpu"))
     rows = np.array([5, 1, 6])
     for row, (top_k, top_p, seed) in zip(
@@ -99,7 +100,7 @@ def test_the_sampler_s_way_on_a_gpu_gives_the_tokens_of_that_on_a_cpu():
         sampler.add(row, params, np.array([1], np.int32), 1)
     logits = make_logits("plain", 3, 300, "cpu")
     positions = np.array([4, 9, 2**33])
-    on_cpu = sampler._draw(logits.clone(), rows, positions)
+    on_cpu = sampler._draw(logits.clone(), rows, positions, is_suppressed=is_suppressed)
     assert on_cpu.tolist() == sampler._draw_by_kernel(logits, rows, positions).tolist()
 
 
