@@ -188,6 +188,10 @@ class FakeRouter:
             pass
         return load
 
+    async def wait_for_live(self, count):
+        """Until the scheduler has so many sequences: a submit is sent, not yet received."""
+        await self.wait_for_load(lambda load: num_live(load) == count)
+
     async def defragment(self):
         response = await self.stub.Defragment(scheduler_pb2.DefragmentRequest())
         return response.workers

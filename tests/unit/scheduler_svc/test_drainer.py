@@ -29,6 +29,7 @@ async def test_sequences_of_a_worker_that_drains_go_on_at_another(folder, worker
         other.pause()
         for key in range(8):
             await router.submit(key, [key + 1, 2, 3], max_tokens=60)
+        await router.wait_for_live(8)
         await worker.run_until_answered(5)
         worker.attach_error = grpc.StatusCode.UNAVAILABLE
         worker.is_leaving.set()

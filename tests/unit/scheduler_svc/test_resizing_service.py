@@ -79,6 +79,7 @@ async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
         worker.pause()
         for key in range(6):
             await router.submit(key, [key] * 30, max_tokens=20)
+        await router.wait_for_live(6)
         await worker.run_until_answered(4)
         assert len(worker.rows) == 6
         assert max(max(row.blocks) for row in worker.rows.values()) > LEAST
@@ -101,6 +102,7 @@ async def test_what_is_held_is_told_while_it_goes(tmp_path, worker):
         worker.pause()
         for key in range(6):
             await router.submit(key, [key] * 30, max_tokens=20)
+        await router.wait_for_live(6)
         await worker.run_until_answered(4)
         request = scheduler_pb2.ResizeKvRequest(num_blocks=LEAST)
         call = router.stub.ResizeKv(request)

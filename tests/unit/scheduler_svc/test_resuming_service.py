@@ -2,7 +2,7 @@
 
 import pytest
 from scheduler_fake_worker import expected_tokens
-from scheduler_harness import num_live, running_scheduler
+from scheduler_harness import running_scheduler
 
 from quire.v1 import common_pb2
 
@@ -37,7 +37,7 @@ async def test_another_router_goes_on_where_the_first_one_died(folder, worker, c
         worker.resume()
         await second.read_until_finished(40, 41)
         assert has_all(second, 40)
-        await second.wait_for_load(lambda load: num_live(load) == 0)
+        await second.wait_for_live(0)
 
 
 async def test_what_has_ended_meanwhile_is_there_to_be_had(folder, worker, connect):
@@ -46,7 +46,7 @@ async def test_what_has_ended_meanwhile_is_there_to_be_had(folder, worker, conne
         await begin(first, worker)
         await first.leave(7, 8)
         worker.resume()
-        await second.wait_for_load(lambda load: num_live(load) == 0)
+        await second.wait_for_live(0)
         await second.resume("request-7", 40)
         await second.read_until_finished(40, 41)
         assert has_all(second, 40)
@@ -87,7 +87,7 @@ async def test_nobody_resumes_and_it_ends(folder, worker, connect):
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)
         await first.disconnect()
-        await second.wait_for_load(lambda load: num_live(load) == 0)
+        await second.wait_for_live(0)
         await second.resume("request-7", 40)
         await second.read_until(lambda: 40 in second.refused)
         assert second.refused[40].code == NOT_FOUND
@@ -106,7 +106,7 @@ async def test_without_a_grace_period_a_request_ends_with_its_reader(
         await begin(first, worker)
         await (first.leave(7, 8) if leaves else first.disconnect())
         worker.resume()
-        await second.wait_for_load(lambda load: num_live(load) == 0)
+        await second.wait_for_live(0)
         await second.resume("request-7", 40)
         await second.read_until(lambda: 40 in second.refused)
         assert second.refused[40].code == NOT_FOUND
@@ -122,4 +122,4 @@ async def test_a_router_that_lost_its_stream_goes_on_with_what_it_has(folder, wo
         worker.resume()
         await again.read_until_finished(7, 8)
         assert has_all(again, 7)
-        await again.wait_for_load(lambda load: num_live(load) == 0)
+        await again.wait_for_live(0)

@@ -6,7 +6,7 @@ import sys
 import grpc
 import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
-from scheduler_harness import get, num_live, running_scheduler, wait_until_not_ready
+from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
 from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import StaleEpochError
@@ -22,6 +22,7 @@ async def test_sequences_go_on_when_their_worker_returns(folder, worker, connect
         for key in range(30):
             await router.submit(key, [key + 1, 2, 3], max_tokens=60)
         await router.submit(100, [1, 2, 3, 4, 5, 6], max_tokens=40, n=3)
+        await router.wait_for_live(33)
         for num_answered in (6, 7, 20):
             await worker.run_until_answered(num_answered)
             await worker.die()
@@ -44,6 +45,7 @@ async def test_sequences_run_on_when_a_connection_is_cut(folder, worker, connect
         router = await connect(scheduler.target)
         for key in range(5):
             await router.submit(key, [key + 1, 2, 3], max_tokens=30)
+        await router.wait_for_live(5)
         for num_answered in (6, 9):
             await worker.run_until_answered(num_answered)
             await worker.cut_connections()
@@ -110,7 +112,7 @@ async def test_sequences_are_cancelled_while_no_worker_has_them(folder, worker, 
         await router.submit(0, [1, 2], max_tokens=200, n=2)
         await router.submit(5, [1, 2], max_tokens=200)
         await gone.submit(0, [7], max_tokens=400)
-        await router.wait_for_load(lambda load: num_live(load) == 4)
+        await router.wait_for_live(4)
         await worker.run_until_answered(5)
         await worker.die()
         await wait_until_not_ready(scheduler)
@@ -168,12 +170,13 @@ async def test_request_that_takes_its_workers_down_ends_and_spares_its_neighbour
         worker.pause()
         for key in range(5):
             await router.submit(key, [key + 1, 2], max_tokens=100)
+        await router.wait_for_live(5)
         await worker.run_until_answered(5)
         worker.poison = 666
         await router.submit(9, [666, 1], max_tokens=10, n=2)
         worker.resume()
         await router.read_until_finished(*range(5), 9, 10)
-        await router.wait_for_load(lambda load: num_live(load) == 0)
+        await router.wait_for_live(0)
     for key in (9, 10):
         assert router.finished[key].finish_reason == common_pb2.FINISH_REASON_ERROR
         assert "lost 3 times in a row" in router.finished[key].error.message
@@ -190,7 +193,7 @@ async def test_requests_that_wait_are_not_blamed_for_a_lost_worker(folder, conne
         await router.submit(0, [666, 1], max_tokens=10)
         for key in range(1, 4):
             await router.submit(key, [key, 2], max_tokens=10)
-        await router.wait_for_load(lambda load: num_live(load) == 4)
+        await router.wait_for_live(4)
         worker.resume()
         await router.read_until_finished(*range(4))
     await worker.die()

@@ -145,6 +145,7 @@ async def test_worker_that_lies_loses_its_link_and_its_sequences_go_on(
         router = await connect(scheduler.target)
         for key in range(8):
             await router.submit(key, [key + 1, 2, 3], max_tokens=30)
+        await router.wait_for_live(8)
         await worker.run_until_answered(4)
 
         def lie_once(result):

@@ -32,10 +32,12 @@ async def test_nobody_is_added_while_memory_is_short_and_all_get_their_tokens(
         worker.pause()
         for key in range(2):
             await router.submit(key, [key] * 5, max_tokens=60)
+        await router.wait_for_live(2)
         await worker.run_until_answered(4)
         await press(scheduler, worker, router, WARNING)
         for key in range(2, 6):
             await router.submit(key, [key] * 5, max_tokens=60)
+        await router.wait_for_live(6)
         await worker.run_until_answered(12)
         load = await router.wait_for_load(lambda load: load.num_requests_waiting == 4)
         assert load.num_requests_running == 2
@@ -56,6 +58,7 @@ async def test_half_are_preempted_when_it_is_critical_and_come_back(folder, work
         worker.pause()
         for key in range(6):
             await router.submit(key, [key] * 5, max_tokens=60)
+        await router.wait_for_live(6)
         await worker.run_until_answered(4)
         await press(scheduler, worker, router, CRITICAL)
         await worker.run_until_answered(8)

@@ -68,7 +68,7 @@ async def test_many_sequences_share_one_message_per_step(folder, worker, connect
         router = await connect(scheduler.target)
         for key in range(50):
             await router.submit(key, [key + 1, 2], max_tokens=12)
-        await router.wait_for_load(lambda load: num_live(load) == 50)
+        await router.wait_for_live(50)
         worker.resume()
         await router.read_until_finished(*range(50))
     assert router.tokens == {key: expected_tokens([key + 1, 2], 12) for key in range(50)}
