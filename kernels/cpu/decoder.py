@@ -1,7 +1,8 @@
 """A Llama-shaped decoder's layers as one native program: a whole step in one call.
 
 Called op by op, a step of one token spends a third of its time between the ops: in Python, and in
-waking threads.
+waking threads. A program takes as long to make as a small step, so it serves all steps of about
+its size: it is told their counts and addresses.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
@@ -9,10 +10,9 @@ size, `M` blocks of the longest block table.
 """
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -20,28 +20,35 @@ from kernels.cpu.attention import num_partials
 from kernels.cpu.caches import LayerCaches
 from kernels.cpu.layer_calls import LayerCalls, NativeLayer
 from kernels.cpu.library import Call, Program, native
-from kernels.cpu.native_inputs import NativeInputs
+from kernels.cpu.native_inputs import NativeInputs, StepField
 from kernels.cpu.workspace import NativeShape, Workspace
 
-_MAX_KEPT_TOKENS: Final = 64
-"""Steps of so many tokens keep their program; it costs as much as a small step to make."""
-_MAX_KEPT: Final = 256
-"""So many programs are kept, those that were used last."""
 _APART_BYTES: Final = 8 << 20
 """As many layers' workspaces lie apart as this has room for, and two in any case."""
+_LARGE_TOKENS: Final = 512
+"""Of more tokens than this, so many are the most that a program has too much room for."""
 _DTYPE: Final = torch.bfloat16
+
+
+class _Size(NamedTuple):
+    """What a program has room for, and which calls it has."""
+
+    num_tokens: int
+    num_wanted: int | None
+    """None: all tokens are wanted, and have no memory of their own."""
+    has_partials: bool
+    """Whether attention may give partial results."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """A program and the memory that it works on."""
+    """A program and what it works in."""
 
-    inputs: NativeInputs
-    memory: tuple[torch.Tensor, ...]
-    """What lives as long as the program, besides."""
-    out: torch.Tensor
-    """[N, E]."""
     run: Program
+    partials: tuple[str, ...]
+    """Names of the addresses of attention's partial results; some layers share one."""
+    memory: tuple[torch.Tensor, ...]
+    """What must live as long."""
 
 
 class NativeDecoder:
@@ -67,13 +74,7 @@ class NativeDecoder:
         self._final_norm = final_norm
         self._cos_sin = cos_sin
         self._caches = tuple(caches)
-        self._kept: OrderedDict[tuple[int, int, int, int | None], _Step] = OrderedDict()
-        self._kept_memory = torch.empty(
-            (_num_works(shape, len(layers), _MAX_KEPT_TOKENS) + 1)
-            * Workspace.num_elements(shape, _MAX_KEPT_TOKENS)
-            + _APART_BYTES // _DTYPE.itemsize,
-            dtype=_DTYPE,
-        )
+        self._steps: dict[_Size, _Step] = {}
         self._memory = torch.empty(0, dtype=_DTYPE)
         self._partials = torch.empty(0, dtype=torch.float32)
 
@@ -87,43 +88,39 @@ class NativeDecoder:
             ValueError: a tensor's shape, dtype or strides do not fit.
         """
         inputs.check(self._shape.hidden_size)
-        num_tokens, (num_seqs, width) = inputs.hidden.shape[0], inputs.block_tables.shape
-        if num_tokens > _MAX_KEPT_TOKENS:
-            step = self._step(inputs, None)
-            step.run()
-            return step.out
-        width = 1 << (width - 1).bit_length()  # so that few widths occur
-        key = num_tokens, num_seqs, width, inputs.num_wanted
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = self._step(inputs.copied(width), self._kept_memory)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(key)
-            kept.inputs.fill(inputs)
-        kept.run()
-        return kept.out.clone()
+        num_tokens, num_wanted = len(inputs.hidden), inputs.num_wanted
+        num_partials = self._num_partials(inputs)
+        size = _Size(
+            num_tokens=_rounded_up(num_tokens),
+            num_wanted=None if num_wanted is None else _rounded_up(num_wanted),
+            has_partials=num_partials > 0,
+        )
+        if (step := self._steps.get(size)) is None:
+            step = self._make(size)
+            self._steps[size] = step
+        out = inputs.hidden.new_empty(
+            num_tokens if num_wanted is None else num_wanted, self._shape.hidden_size
+        )
+        numbers = inputs.numbers
+        numbers[StepField.OUT] = out.data_ptr()
+        numbers.update(self._partials_for(step.partials, num_partials))
+        step.run(numbers)
+        return out
 
-    def _step(self, inputs: NativeInputs, memory: torch.Tensor | None) -> _Step:
-        num_tokens, (num_seqs, width) = inputs.hidden.shape[0], inputs.block_tables.shape
-        max_len = width * self._caches[0].keys.shape[1]
-        size = num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
-        num_works = _num_works(self._shape, len(self._layers), num_tokens, size)
-        num_elements = Workspace.num_elements(self._shape, num_tokens)
-        num_wanted = inputs.num_wanted or 0
-        if memory is None:
-            memory = self._memory_for(
-                num_works * num_elements + Workspace.num_elements(self._shape, num_wanted)
-            )
+    def _make(self, size: _Size) -> _Step:
+        num_elements = Workspace.num_elements(self._shape, size.num_tokens)
+        num_works = min(max(2, _APART_BYTES // (num_elements * _DTYPE.itemsize)), len(self._layers))
+        num_wanted = size.num_wanted or 0
+        memory = self._memory_for(
+            num_works * num_elements + Workspace.num_elements(self._shape, num_wanted)
+        )
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
-        works = [Workspace.of(self._shape, num_tokens, part) for part in parts]
+        works = [Workspace.of(self._shape, size.num_tokens, part) for part in parts]
         wanted = None
-        if inputs.wanted is not None:
-            rest = memory[num_works * num_elements :]
-            wanted = Workspace.of(self._shape, num_wanted, rest)
-        partials = self._partials_for(num_works, size)
-        layer_calls = LayerCalls(self._library, self._shape, inputs, self._cos_sin)
+        if size.num_wanted is not None:
+            wanted = Workspace.of(self._shape, num_wanted, memory[num_works * num_elements :])
+        partials = tuple(f"partials_{i}" for i in range(num_works if size.has_partials else 0))
+        layer_calls = LayerCalls(self._library, self._shape, self._cos_sin)
 
         calls: list[Call] = []
         firsts: list[int] = []  # of each layer's calls
@@ -132,13 +129,17 @@ class NativeDecoder:
             work = works[i % num_works]
             firsts.append(len(calls))
             ends_in = wanted if i == len(self._layers) - 1 else None
-            calls += layer_calls.of(layer, caches, before, work, partials[i % num_works], ends_in)
+            partial = partials[i % num_works] if partials else None
+            calls += layer_calls.of(layer, caches, before, work, partial, ends_in)
             before = work if ends_in is None else ends_in
         assert before is not None, "a decoder has at least one layer"
-        out, total = torch.empty_like(before.output), torch.empty_like(before.output)
-        if len(out):
+        total = torch.empty_like(before.output)
+        if len(total):
+            num_rows = StepField.NUM_TOKENS if wanted is None else StepField.NUM_WANTED
             calls.append(
-                layer_calls.norm(before.output, before.mlp_residual, total, self._final_norm, out)
+                layer_calls.add_norm(
+                    before, total.data_ptr(), self._final_norm, StepField.OUT, num_rows
+                )
             )
         # A layer reads what the one before wrote, until that one's memory is another's.
         again = itertools.islice(firsts, num_works, None)
@@ -146,28 +147,34 @@ class NativeDecoder:
             (there - here for here, there in zip(firsts[1:], again, strict=False)),
             default=len(calls) + 1,
         )
-        program = Program(self._library, calls, num_apart)
-        return _Step(inputs, (memory, partials, total), out, program)
+        return _Step(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
-        """bfloat16, at least so many, for a step that is not kept.
+        """bfloat16, at least so many: programs share it, as no two run at once.
 
-        It stays for the next: the system clears pages that it gives anew, which would take some
-        hundredths of the time of a step of 2,048 tokens.
+        It stays: the system clears pages that it gives anew, which would take some hundredths of
+        the time of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
+            self._steps.clear()  # they would keep what there was before
             self._memory = torch.empty(num_elements, dtype=_DTYPE)
         return self._memory
 
-    def _partials_for(self, num_works: int, size: int) -> torch.Tensor:
-        """float32[num_works, size]: for attention's partial results; kept for other steps."""
-        if self._partials.numel() < num_works * size:
-            self._partials = torch.empty(num_works * size, dtype=torch.float32)
-        return self._partials[: num_works * size].view(num_works, size)
+    def _num_partials(self, inputs: NativeInputs) -> int:
+        """How many numbers partial results of attention have at most, in one layer."""
+        num_seqs, width = inputs.block_tables.shape
+        max_len = width * self._caches[0].keys.shape[1]
+        return num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
+
+    def _partials_for(self, names: Sequence[str], num_partials: int) -> dict[str, int]:
+        """The addresses of `num_partials` float32 each; the memory stays for other steps."""
+        if self._partials.numel() < len(names) * num_partials:
+            self._partials = torch.empty(len(names) * num_partials, dtype=torch.float32)
+        num_bytes = num_partials * self._partials.itemsize
+        return {name: self._partials.data_ptr() + i * num_bytes for i, name in enumerate(names)}
 
 
-def _num_works(shape: NativeShape, num_layers: int, num_tokens: int, num_floats: int = 0) -> int:
-    """How many workspaces the layers of a step use in turn, each with its partial results."""
-    num_bytes = Workspace.num_elements(shape, num_tokens) * _DTYPE.itemsize
-    num_bytes += num_floats * torch.float32.itemsize
-    return min(max(2, _APART_BYTES // max(1, num_bytes)), num_layers)
+def _rounded_up(count: int) -> int:
+    """So that few sizes occur: to a power of two, or a multiple of a large one."""
+    power = 1 << (count - 1).bit_length() if count else 0
+    return power if power <= _LARGE_TOKENS else -(-count // _LARGE_TOKENS) * _LARGE_TOKENS

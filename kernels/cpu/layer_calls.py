@@ -1,4 +1,4 @@
-"""The native calls of one layer of a decoder.
+"""The native calls of one layer of a decoder, for steps of any size that their memory has room for.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 import torch
 
 from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
-from kernels.cpu.library import DTYPES, Call, Library
+from kernels.cpu.library import DTYPES, Call, Field, Library
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.native_inputs import NativeInputs
+from kernels.cpu.native_inputs import StepField
 from kernels.cpu.quantized import QuantizedLinear
 from kernels.cpu.store import store_fields
 from kernels.cpu.workspace import NativeShape, Workspace
@@ -54,11 +54,10 @@ def can_gate(gate_up: NativeLinear) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalls:
-    """Makes the calls of a step's layers."""
+    """Makes the calls of a program's layers; `StepField` names what a step must give them."""
 
     _library: Library
     _shape: NativeShape
-    _inputs: NativeInputs
     _cos_sin: torch.Tensor
     """float32[max_model_len, D]."""
 
@@ -68,138 +67,144 @@ class LayerCalls:
         caches: LayerCaches,
         before: Workspace | None,
         work: Workspace,
-        partials: torch.Tensor,
+        partials: str | None,
         wanted: Workspace | None = None,
     ) -> Iterator[Call]:
         """A layer's calls, from what the layer `before` wrote (None: it is the first) to `work`.
 
-        `partials` is `new_partials`. Of the last layer `wanted` [N] is where it ends if not all
-        tokens' final hidden states are wanted: all are stored, and what comes after that is for
-        these alone.
+        `partials` names where attention's partial results go; None: there are none. Of the last
+        layer `wanted` is where it ends if not all tokens' final hidden states are wanted: all are
+        stored, and what comes after that is for these alone.
         """
+        num_rows: Field = StepField.NUM_TOKENS
+        residual: Field = StepField.HIDDEN
         if before is None:
-            residual = self._inputs.hidden
-            yield self.norm(residual, None, None, layer.input_norm, work.normed)
+            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), num_rows)
         else:
-            residual = work.residual
-            yield self.norm(
-                before.output, before.mlp_residual, residual, layer.input_norm, work.normed
+            residual = work.residual.data_ptr()
+            yield self.add_norm(
+                before, residual, layer.input_norm, work.normed.data_ptr(), num_rows
             )
-        yield layer.qkv.call(work.normed, work.qkv.flatten(1))
+        yield layer.qkv.call(work.normed, work.qkv.flatten(1), num_rows)
         yield from self._store(layer, caches, work)
-        starts = self._inputs.query_start_loc
+        starts = StepField.QUERY_START_LOC
         if wanted is not None:
-            assert self._inputs.wanted is not None, "it is for these"
             if not len(wanted.query):
                 return
-            places, starts = self._inputs.wanted.places, self._inputs.wanted.query_start_loc
-            yield self._gather(work.query.flatten(1), places, wanted.query.flatten(1))
-            yield self._gather(residual, places, wanted.residual, joins=True)
-            residual, work = wanted.residual, wanted
-        yield from self._attend(layer, caches, work, partials, starts)
-        yield layer.attention_output.call(work.attended, work.attention_output)
-        yield self.norm(
-            work.attention_output, residual, work.mlp_residual, layer.mlp_norm, work.mlp_normed
-        )
-        yield from self._gate(layer, work)
-        yield layer.down.call(work.gated, work.output)
+            num_rows, starts = StepField.NUM_WANTED, StepField.WANTED_START_LOC
+            yield self._gather(work.query.data_ptr(), wanted.query.flatten(1))
+            yield self._gather(residual, wanted.residual, joins=True)
+            residual, work = wanted.residual.data_ptr(), wanted
+        yield from self._attend(layer, caches, work, partials, num_rows, starts)
+        yield layer.attention_output.call(work.attended, work.attention_output, num_rows)
+        yield self._norm(
+            work.attention_output.data_ptr(), residual, work.mlp_residual.data_ptr(),
+            layer.mlp_norm, work.mlp_normed.data_ptr(), num_rows,
+        )  # fmt: skip
+        yield from self._gate(layer, work, num_rows)
+        yield layer.down.call(work.gated, work.output, num_rows)
 
-    def norm(
-        self,
-        x: torch.Tensor,  # [T, E]
-        residual: torch.Tensor | None,  # [T, E]; it and x are added to give `total`
-        total: torch.Tensor | None,
-        weight: torch.Tensor,  # [E]
-        out: torch.Tensor,  # [T, E]
+    def add_norm(
+        self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> Call:
-        """The call that norms each token of the sum."""
-        rms_norm, (num_tokens, width) = self._library.rms_norm, x.shape
-        return Call(rms_norm, rms_norm.pack(
-            DTYPES[_DTYPE], num_tokens, 1, width,
-            x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
-            out.data_ptr(), 0 if total is None else total.data_ptr(),
-            x.stride(0), 0, width, self._shape.rms_norm_eps,
+        """The call that adds up what the layer `before` wrote, to `total`, and norms it to `out`.
+
+        Both are addresses of bfloat16 `[num_rows, E]`; `weight` is `[E]`.
+        """
+        output, residual = before.output.data_ptr(), before.mlp_residual.data_ptr()
+        return self._norm(output, residual, total, weight, out, num_rows)
+
+    def _norm(
+        self,
+        x: Field,
+        residual: Field,  # 0: none; it and x are added to give `total`
+        total: Field,
+        weight: torch.Tensor,
+        out: Field,
+        num_rows: Field,
+    ) -> Call:
+        width = self._shape.hidden_size
+        return Call(self._library.rms_norm, (
+            DTYPES[_DTYPE], num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
+            width, 0, width, self._shape.rms_norm_eps,
         ))  # fmt: skip
 
     def _gather(
         self,
-        x: torch.Tensor,  # [T, *]
-        places: torch.Tensor,  # int64[N]
+        x: Field,  # the address of [T, *]
         out: torch.Tensor,  # [N, *]
         *,
         joins: bool = False,
     ) -> Call:
-        """The call that copies the rows at `places`."""
-        gather, size = self._library.gather, x.element_size()
-        return Call(gather, gather.pack(
-            len(places), x.shape[1] * size, x.stride(0) * size,
-            x.data_ptr(), places.data_ptr(), out.data_ptr(),
+        """The call that copies the rows of the wanted tokens."""
+        row_bytes = out.shape[1] * out.element_size()
+        return Call(self._library.gather, (
+            StepField.NUM_WANTED, row_bytes, row_bytes, x, StepField.PLACES, out.data_ptr(),
         ), joins)  # fmt: skip
 
     def _store(self, layer: NativeLayer, caches: LayerCaches, work: Workspace) -> Iterator[Call]:
         """From `work.qkv` to `work.query` and the caches."""
-        library, shape, inputs = self._library, self._shape, self._inputs
-        dtype, num_tokens = DTYPES[_DTYPE], len(work.qkv)
+        library, shape = self._library, self._shape
+        dtype, num_tokens = DTYPES[_DTYPE], StepField.NUM_TOKENS
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = torch.split(work.qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         joins = False
         if layer.qk_norm is not None:
             normed = work.normed_query, work.normed_key
             for x, weight, out in zip((query, key), layer.qk_norm, normed, strict=True):
-                yield Call(library.rms_norm, library.rms_norm.pack(
+                yield Call(library.rms_norm, (
                     dtype, num_tokens, x.shape[1], head_dim,
                     x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
                     x.stride(0), x.stride(1), 0, shape.rms_norm_eps,
                 ), joins)  # fmt: skip
                 joins = True
             query, key = normed
-        yield Call(library.rotary, library.rotary.pack(
+        yield Call(library.rotary, (
             dtype, num_tokens, num_heads, num_kv_heads, head_dim // 2,
             query.data_ptr(), key.data_ptr(), self._cos_sin.data_ptr(),
-            inputs.positions.data_ptr(), work.query.data_ptr(), work.key.data_ptr(),
+            StepField.POSITIONS, work.query.data_ptr(), work.key.data_ptr(),
             query.stride(0), query.stride(1), key.stride(0), key.stride(1),
             self._cos_sin.stride(0),
         ), joins)  # fmt: skip
-        yield Call(library.store_kv, library.store_kv.pack(
-            *store_fields(work.key, value, caches, inputs.slot_mapping),
-        ), joins=True)  # fmt: skip
+        fields = store_fields(work.key, value, caches, str(num_tokens), str(StepField.SLOT_MAPPING))
+        yield Call(library.store_kv, fields, joins=True)
 
     def _attend(
         self,
         layer: NativeLayer,
         caches: LayerCaches,
         work: Workspace,
-        partials: torch.Tensor,
-        query_start_loc: torch.Tensor,
+        partials: str | None,
+        num_rows: Field,
+        query_start_loc: str,
     ) -> Iterator[Call]:
         """From `work.query`, of which each sequence's rows start there, to `work.attended`."""
-        library, inputs = self._library, self._inputs
+        library = self._library
         keys, values = caches.keys, caches.values
-        num_tokens, num_heads, head_dim = work.query.shape
-        attention = library.attention.pack(
-            DTYPES[_DTYPE], kv_format(keys, caches.key_scales), len(inputs.seq_lens),
-            num_tokens, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
+        _, num_heads, head_dim = work.query.shape
+        fields: tuple[Field, ...] = (
+            DTYPES[_DTYPE], kv_format(keys, caches.key_scales), StepField.NUM_SEQS,
+            num_rows, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
             work.query.data_ptr(), keys.data_ptr(), values.data_ptr(),
             address(caches.key_scales), address(caches.value_scales),
-            inputs.block_tables.data_ptr(), inputs.seq_lens.data_ptr(),
-            query_start_loc.data_ptr(), 0, work.attended.data_ptr(), partials.data_ptr(),
+            StepField.BLOCK_TABLES, StepField.SEQ_LENS, query_start_loc, 0,
+            work.attended.data_ptr(), 0 if partials is None else partials,
             *work.query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
             *scale_strides(caches.key_scales), *scale_strides(caches.value_scales),
-            inputs.block_tables.stride(0), head_dim**-0.5, 0.0,
+            StepField.TABLE_STRIDE, head_dim**-0.5, 0.0,
         )  # fmt: skip
-        yield Call(library.attention, attention)
-        if partials.numel():
-            yield Call(library.merge_splits, attention)
+        yield Call(library.attention, fields)
+        if partials is not None:
+            yield Call(library.merge_splits, fields)
 
-    def _gate(self, layer: NativeLayer, work: Workspace) -> Iterator[Call]:
+    def _gate(self, layer: NativeLayer, work: Workspace, num_rows: Field) -> Iterator[Call]:
         """From `work.mlp_normed` to `work.gated`."""
         if self._shape.is_gated:
             assert isinstance(layer.gate_up, PackedLinear), "the shape says that all layers can"
-            yield layer.gate_up.call_gated(work.mlp_normed, work.gated)
+            yield layer.gate_up.call_gated(work.mlp_normed, work.gated, num_rows)
             return
-        silu_mul = self._library.silu_mul
-        yield layer.gate_up.call(work.mlp_normed, work.gate_up)
-        yield Call(silu_mul, silu_mul.pack(
-            DTYPES[_DTYPE], *work.gated.shape, work.gate_up.data_ptr(), work.gated.data_ptr(),
-            work.gate_up.stride(0),
+        yield layer.gate_up.call(work.mlp_normed, work.gate_up, num_rows)
+        yield Call(self._library.silu_mul, (
+            DTYPES[_DTYPE], num_rows, work.gated.shape[1],
+            work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
         ))  # fmt: skip

@@ -4,11 +4,13 @@ import ctypes
 import functools
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 
 from kernels.cpu.build import BuildError, cache_directory, find_or_build
@@ -18,6 +20,10 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """As C knows what a quantized cache holds; 0 is the dtype of the model."""
 
+Field: TypeAlias = float | str
+"""Of a kernel's structure: a number, or the name of one that is given for each run."""
+
+_FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
 
 
@@ -51,8 +57,8 @@ class Call:
     """A kernel's call, to be made later."""
 
     kernel: Kernel
-    args: bytes
-    """What `kernel.pack` gave; what it points to must live as long as this."""
+    fields: tuple[Field, ...]
+    """As for `kernel.pack`; what they point to must live as long as this."""
     joins: bool = False
     """Whether it needs nothing of the call before but the same tokens."""
 
@@ -77,22 +83,42 @@ class Program:
                     "be no fewer"
                 )
         self._run = library.run
-        self._args = [ctypes.create_string_buffer(call.args, len(call.args)) for call in calls]
+        packed, starts, num_fields = [], [], 0
+        places: defaultdict[str, list[int]] = defaultdict(list)
+        for call in calls:
+            starts.append(num_fields)
+            for place, field in enumerate(call.fields, num_fields):
+                if isinstance(field, str):
+                    places[field].append(place)
+            numbers = (0 if isinstance(field, str) else field for field in call.fields)
+            packed.append(call.kernel.pack(*numbers))
+            num_fields += len(call.fields)
+        self._fields = np.frombuffer(bytearray(b"".join(packed)), dtype=np.int64)
+        self._places = {name: np.array(where) for name, where in places.items()}
+        self._given = dict.fromkeys(places, 0)
+        address = self._fields.ctypes.data
         table = b"".join(
             struct.pack(
                 "@PPPq",
                 call.kernel.share_address,
                 call.kernel.count_address,
-                ctypes.addressof(args),
+                address + start * _FIELD_BYTES,
                 call.joins,
             )
-            for call, args in zip(calls, self._args, strict=True)
+            for call, start in zip(calls, starts, strict=True)
         )
         self._table = ctypes.create_string_buffer(table, len(table))
         self._head = struct.pack("@Pqq", ctypes.addressof(self._table), len(calls), num_apart)
 
-    def __call__(self) -> None:
-        """Run it; what its calls point to is as they need it."""
+    def __call__(self, numbers: Mapping[str, int] | None = None) -> None:
+        """Run it; what its calls point to is as they need it. One thread at a time does.
+
+        `numbers` are the integers that fields name.
+        """
+        for name, before in self._given.items():
+            number = (numbers or {})[name]
+            if number != before:  # or the threads' caches keep the fields
+                self._fields[self._places[name]] = self._given[name] = number
         self._run(self._head)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.library import DTYPES, Call, Library, native
+from kernels.cpu.library import DTYPES, Call, Field, Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _PANEL: Final = 32
@@ -72,23 +72,26 @@ class PackedLinear:
         self._library.linear(*self._fields(x, out, is_gated=False))
         return out
 
-    def call(self, x: torch.Tensor, out: torch.Tensor) -> Call:
-        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16; rows may lie apart."""
-        linear = self._library.linear
-        return Call(linear, linear.pack(*self._fields(x, out, is_gated=False)))
+    def call(self, x: torch.Tensor, out: torch.Tensor, num_rows: Field) -> Call:
+        """The call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
+
+        Both are bfloat16; rows may lie apart.
+        """
+        fields = self._fields(x, out, is_gated=False)
+        return Call(self._library.linear, (num_rows, *fields[1:]))
 
     @property
     def can_gate(self) -> bool:
         """Whether `call_gated` can be called: no panel has both gates and what they are for."""
         return self._num_out % (2 * _PANEL) == 0
 
-    def call_gated(self, x: torch.Tensor, out: torch.Tensor) -> Call:
+    def call_gated(self, x: torch.Tensor, out: torch.Tensor, num_rows: Field) -> Call:
         """The call that maps `x` to `silu(gate) * up` `[T, N / 2]`, if `[gate, up]` is the map's.
 
         Rounded where `call` and `silu_mul` round.
         """
-        linear = self._library.linear
-        return Call(linear, linear.pack(*self._fields(x, out, is_gated=True)))
+        fields = self._fields(x, out, is_gated=True)
+        return Call(self._library.linear, (num_rows, *fields[1:]))
 
     def _fields(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> tuple[int, ...]:
         return (

@@ -1,10 +1,11 @@
-"""What a native decoder computes in one step.
+"""What a native decoder computes in one step, and what its program's calls name of that.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `E` hidden
 size, `P` block size, `M` blocks of the longest block table.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from typing import Final
 
 import torch
@@ -12,8 +13,28 @@ import torch
 from kernels.checks import check_tensor
 
 _DTYPE: Final = torch.bfloat16
-_UNPADDED: Final = ("hidden", "positions", "slot_mapping", "seq_lens", "query_start_loc")
-"""Those of `NativeInputs` whose shapes follow from T and S."""
+
+
+class StepField(StrEnum):
+    """Names of what differs from step to step in a program's calls."""
+
+    NUM_TOKENS = auto()
+    NUM_WANTED = auto()
+    NUM_SEQS = auto()
+    TABLE_STRIDE = auto()
+    # Addresses:
+    HIDDEN = auto()
+    POSITIONS = auto()
+    SLOT_MAPPING = auto()
+    BLOCK_TABLES = auto()
+    SEQ_LENS = auto()
+    QUERY_START_LOC = auto()
+    PLACES = auto()
+    """Of the wanted tokens."""
+    WANTED_START_LOC = auto()
+    """As `QUERY_START_LOC`, among the wanted tokens."""
+    OUT = auto()
+    """Where the final hidden states go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +71,29 @@ class NativeInputs:
         """N; None: all."""
         return None if self.wanted is None else len(self.wanted.places)
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What `StepField` names: counts, and where the tensors are."""
+        wanted = self.wanted
+        numbers: dict[str, int] = {
+            StepField.NUM_TOKENS: self.hidden.shape[0],
+            StepField.NUM_SEQS: len(self.seq_lens),
+            StepField.HIDDEN: self.hidden.data_ptr(),
+            StepField.POSITIONS: self.positions.data_ptr(),
+            StepField.SLOT_MAPPING: self.slot_mapping.data_ptr(),
+            StepField.BLOCK_TABLES: self.block_tables.data_ptr(),
+            StepField.TABLE_STRIDE: self.block_tables.stride(0),
+            StepField.SEQ_LENS: self.seq_lens.data_ptr(),
+            StepField.QUERY_START_LOC: self.query_start_loc.data_ptr(),
+        }
+        if wanted is not None:
+            numbers |= {
+                StepField.NUM_WANTED: len(wanted.places),
+                StepField.PLACES: wanted.places.data_ptr(),
+                StepField.WANTED_START_LOC: wanted.query_start_loc.data_ptr(),
+            }
+        return numbers
+
     def check(self, hidden_size: int) -> None:
         """Raise ValueError if C would read something else than what the fields say."""
         num_tokens, (num_seqs, width) = self.hidden.shape[0], self.block_tables.shape
@@ -68,23 +112,3 @@ class NativeInputs:
             check_tensor(
                 "wanted.query_start_loc", starts, (num_seqs + 1,), torch.int32, self.hidden
             )
-
-    def copied(self, width: int) -> "NativeInputs":
-        """The same in memory of its own, with room for tables of `width` blocks."""
-        room = self.block_tables.new_zeros(len(self.block_tables), width)
-        room[:, : self.block_tables.shape[1]] = self.block_tables
-        others = {name: getattr(self, name).clone() for name in _UNPADDED}
-        wanted = self.wanted
-        if wanted is not None:
-            wanted = NativeWanted(wanted.places.clone(), wanted.query_start_loc.clone())
-        return NativeInputs(block_tables=room, wanted=wanted, **others)
-
-    def fill(self, inputs: "NativeInputs") -> None:
-        """Take over what `inputs` of the same T, S and N, and tables no wider, contain."""
-        self.block_tables[:, : inputs.block_tables.shape[1]] = inputs.block_tables
-        for name in _UNPADDED:
-            getattr(self, name).copy_(getattr(inputs, name))
-        if self.wanted is not None:
-            assert inputs.wanted is not None, "they have the same N"
-            self.wanted.places.copy_(inputs.wanted.places)
-            self.wanted.query_start_loc.copy_(inputs.wanted.query_start_loc)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.library import Call, Library, native
+from kernels.cpu.library import Call, Field, Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _PANEL: Final = 32
@@ -111,9 +111,13 @@ class QuantizedLinear:
         self._library.quantized(*self._fields(x, out))
         return out
 
-    def call(self, x: torch.Tensor, out: torch.Tensor) -> Call:
-        """The call that maps `x` `[T, K]` to `out` `[T, N]`, both bfloat16 and contiguous."""
-        return Call(self._library.quantized, self._library.quantized.pack(*self._fields(x, out)))
+    def call(self, x: torch.Tensor, out: torch.Tensor, num_rows: Field) -> Call:
+        """The call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
+
+        Both are bfloat16 and contiguous.
+        """
+        bits, _, *rest = self._fields(x, out)
+        return Call(self._library.quantized, (bits, num_rows, *rest))
 
     def _fields(self, x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
         return (

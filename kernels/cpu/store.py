@@ -3,12 +3,17 @@
 Symbols: `T` tokens, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
 """
 
+from typing import TypeVar
+
 import torch
 
 from kernels import reference
 from kernels.checks import check_caches, check_tensor
 from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
 from kernels.cpu.library import DTYPES, native
+
+_Given = TypeVar("_Given", int, str)
+"""A number, or the name of one."""
 
 
 def store_kv(
@@ -49,15 +54,19 @@ def store_kv(
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
-    library.store_kv(*store_fields(key, value, caches, slot_mapping))
+    library.store_kv(*store_fields(key, value, caches, num_tokens, slot_mapping.data_ptr()))
 
 
 def store_fields(
-    key: torch.Tensor, value: torch.Tensor, caches: LayerCaches, slot_mapping: torch.Tensor
-) -> tuple[int, ...]:
-    """The fields of C's `store_kv`, of tensors as `store_kv` takes them."""
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: LayerCaches,
+    num_tokens: _Given,
+    slot_mapping: _Given,
+) -> tuple[int | _Given, ...]:
+    """The fields of C's `store_kv`, of tensors as `store_kv` takes them; the mapping's address."""
     return (
-        key.element_size(), *key.shape, caches.keys.shape[1], slot_mapping.data_ptr(),
+        key.element_size(), num_tokens, *key.shape[1:], caches.keys.shape[1], slot_mapping,
         *_side(key, caches.keys, caches.key_scales),
         *_side(value, caches.values, caches.value_scales),
     )  # fmt: skip

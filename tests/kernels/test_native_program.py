@@ -32,11 +32,15 @@ class FakeKernel:
     def count_address(self):
         return ctypes.cast(self.count, ctypes.c_void_p).value
 
+    @staticmethod
+    def pack():
+        return b""
+
 
 def call(num_shares, do_share, joins=False):
     """A call of so many shares; `do_share(share, num_shares)` does one."""
     share = _SHARE(lambda _args, share, num_shares: do_share(share, num_shares))
-    return Call(FakeKernel(share, _COUNT(lambda _args: num_shares)), b"", joins)
+    return Call(FakeKernel(share, _COUNT(lambda _args: num_shares)), (), joins)
 
 
 def run(calls, num_threads, num_apart=1000):
