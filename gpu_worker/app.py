@@ -5,6 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from gpu_worker.adapter_service import AdapterLoader, AdapterServicer
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.server import WorkerService
 from gpu_worker.settings import WorkerSettings
@@ -44,6 +45,7 @@ async def run_worker(
     health = Health()
     health.set_starting("loading torch")
     service = WorkerService(settings.client_tls)
+    adapters = AdapterServicer(service)
     step_loop: StepLoop | None = None
     watch: asyncio.Task[None] | None = None
     gave_up = threading.Event()
@@ -57,12 +59,15 @@ async def run_worker(
     async def start(addresses: Addresses) -> None:
         nonlocal step_loop, watch
         event_loop = asyncio.get_running_loop()
-        info, steps, memory = await asyncio.to_thread(_load, settings, report, event_loop, leader)
+        info, steps, memory, load_adapter = await asyncio.to_thread(
+            _load, settings, report, event_loop, leader
+        )
         step_loop = steps
         watch = asyncio.create_task(steps.wait_failed(), name="failure of the steps")
         watch.add_done_callback(lambda _: stop.set())
         health.add_liveness("steps", steps.problem)
         service.open(info, steps, memory)
+        adapters.open(load_adapter, steps)
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -71,7 +76,7 @@ async def run_worker(
         await serve(
             settings,
             health=health,
-            services=[service.service()],
+            services=[service.service(), adapters.service()],
             on_started=start,
             num_live=lambda: service.num_live_seqs,
             on_drain=lambda: service.drain(settings.drain_s / 2),
@@ -94,7 +99,7 @@ def _load(
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None,
-) -> "tuple[WorkerInfo, StepLoop, MemoryMonitor]":
+) -> "tuple[WorkerInfo, StepLoop, MemoryMonitor, AdapterLoader]":
     # Here and not above: torch takes seconds to import, and the ports should answer before.
     from gpu_worker.loading import load  # noqa: PLC0415
 

@@ -1,9 +1,10 @@
 """What a worker tells of itself, to protobuf: its limits, its state, and what it holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gpu_worker.holdings import HeldBlocks, HeldRow, Holdings
+from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory_level import Level
 from gpu_worker.wire import token_logprob_to_proto
 from gpu_worker.worker_info import WorkerInfo, WorkerState
@@ -33,10 +34,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
             vocab_size=limits.vocab_size,
             eos_token_ids=info.eos_token_ids,
             structured_output=info.structured_output,
-            adapters=[
-                common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
-                for adapter in limits.adapters
-            ],
+            adapters=adapters_to_proto(limits.adapters),
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -57,6 +55,14 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         num_saturating_tokens=limits.num_saturating_tokens,
         host_is_device_memory=info.host_is_device_memory,
     )
+
+
+def adapters_to_proto(adapters: Iterable[AdapterId]) -> list[common_pb2.LoraAdapter]:
+    """Say which there are, in the order of their names."""
+    return [
+        common_pb2.LoraAdapter(name=each.name, digest=each.digest, directory=each.directory)
+        for each in sorted(adapters, key=lambda each: each.name)
+    ]
 
 
 def worker_state_to_proto(

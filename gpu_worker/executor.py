@@ -6,7 +6,7 @@ a launched step is done. One thread calls everything here.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from gpu_worker.graphs import GraphBackend
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_table import NO_ADAPTERS, AdapterTable
 from gpu_worker.model_runner import Decoder, ModelRunner
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
@@ -93,7 +94,7 @@ class Executor:
         structured: StructuredOutput | None = None,
         ranks: Ranks | None = None,
         drafter: Drafter | None = None,
-        adapters: Sequence[Adapter] = (),
+        adapters: Mapping[int, Adapter] = NO_ADAPTERS,
     ) -> None:
         """Each of the five before `adapters` may be None if no step needs it.
 
@@ -109,6 +110,7 @@ class Executor:
         self._structured = structured
         self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
+        self._adapters = AdapterTable(adapters, self.rows)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
@@ -122,7 +124,7 @@ class Executor:
             device,
             takes_parts=ranks is None,
             is_all_known=drafter is not None,
-            adapters=adapters,
+            adapters=self._adapters.by_number,
         )
         self._busy = BusyClock(device)
 
@@ -164,6 +166,7 @@ class Executor:
         self._spans.clear(time.time())
         self._sampler.release(range(self._limits.max_num_seqs))
         self.rows.clear()
+        self._adapters.free_unused()
 
     def resize_pool(self, num_blocks: int) -> None:
         """Let the device have `num_blocks` blocks, when all steps are collected.
@@ -186,6 +189,14 @@ class Executor:
         except (OutOfMemoryError, VirtualMemoryError) as error:
             raise FailedPreconditionError(f"num_blocks is {num_blocks}: {error}") from error
         self.labels.resize_device(num_blocks)
+
+    def add_adapter(self, number: int, adapter: Adapter) -> None:
+        """Let new rows have an adapter, by a number that none has had."""
+        self._adapters.add(number, adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        """Let go of an adapter, as soon as no row has it; no new one may."""
+        self._adapters.remove(number)
 
     def close(self) -> None:
         """End what runs besides the calling thread; nothing may be called afterwards."""
@@ -297,6 +308,7 @@ class Executor:
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
+            self._adapters.free_unused()
         if step.new_rows:
             self._spans.opened(step.new_rows, time.time())
         for new in step.new_rows:

@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the longest block table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import torch
 
 from gpu_worker.attention import AttentionMetadata, WantedTokens
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_table import NO_ADAPTERS
 from gpu_worker.lora.step_adapters import StepAdapters, step_adapters
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.step import Int32Array, Int64Array
@@ -42,7 +43,7 @@ def build_input_batch(
     block_size: int,
     *,
     is_all_known: bool = False,
-    adapters: Sequence[Adapter] = (),
+    adapters: Mapping[int, Adapter] = NO_ADAPTERS,
 ) -> InputBatch:
     """Gather a step's inputs; nothing here waits for the device.
 
@@ -52,7 +53,7 @@ def build_input_batch(
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: token slots of one block.
         is_all_known: whether `rows` has the values of all tokens, and `last_token_ids` is not read.
-        adapters: the worker's, which the rows number from 1.
+        adapters: the worker's, by the numbers that rows have.
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes

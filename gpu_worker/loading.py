@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 import torch
 
 from gpu_worker import memory, metrics
+from gpu_worker.adapter_service import AdapterLoader, refuse_adapters
 from gpu_worker.device import device_name
 from gpu_worker.device_memory import MemoryMonitor, watch_device
 from gpu_worker.executor import Executor
+from gpu_worker.json_fields import ModelError
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.model_part import ModelPart, load_part
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.leader import Leader
@@ -20,6 +24,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.step import Limits
 from gpu_worker.step_loop import StepLoop
 from gpu_worker.worker_info import WorkerInfo
+from rpc.errors import FailedPreconditionError, InvalidArgumentError
 
 _GIB = 1024**3
 
@@ -31,7 +36,7 @@ def load(
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
-) -> tuple[WorkerInfo, StepLoop, MemoryMonitor]:
+) -> tuple[WorkerInfo, StepLoop, MemoryMonitor, AdapterLoader]:
     """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
 
     What `report` raises ends it. `leader` has the other ranks, if the model is on several devices.
@@ -55,7 +60,25 @@ def load(
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
-    return info, steps, memory_monitor
+    return info, steps, memory_monitor, _load_adapter(settings, loaded)
+
+
+def _load_adapter(settings: WorkerSettings, loaded: ModelPart) -> AdapterLoader:
+    """Give what loads adapters while the worker works, with errors for whoever asks for one."""
+    if (obstacle := settings.adapter_obstacle) is not None:
+        return refuse_adapters(obstacle)
+
+    def load(name: str, directory: Path) -> Adapter:
+        try:
+            return loaded.load_adapter(name, directory)
+        except ModelError as error:
+            raise InvalidArgumentError("directory", f"is {directory}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise FailedPreconditionError(
+                f"LoRA adapter {name!r}: the device has no memory for it"
+            ) from error
+
+    return load
 
 
 def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:

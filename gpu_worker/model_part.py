@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -18,7 +19,8 @@ from gpu_worker.graphs import GraphBackend
 from gpu_worker.json_fields import ModelError
 from gpu_worker.kv_layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.kv_pool import KvPool
-from gpu_worker.lora.adapter_loading import load_adapters
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_loading import load_adapter
 from gpu_worker.lower_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.model_runner import Decoder
@@ -69,6 +71,8 @@ class ModelPart:
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
     """Of all processes together."""
+    load_adapter: Callable[[str, Path], Adapter]
+    """Loads one more, by its name and from its directory; raises ModelError."""
 
 
 def load_part(
@@ -100,9 +104,11 @@ def load_part(
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
-    adapters = load_adapters(settings.adapter_directories, config, dtype, device)
+    load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
+    adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
     limits = replace(
-        _limits(settings, config, device), adapters=tuple(adapter.id for adapter in adapters)
+        _limits(settings, config, device),
+        adapters={adapter.id: number for number, adapter in adapters.items()},
     )
     ranks = meet(place, device)
     report("loading weights", 0.0)
@@ -169,6 +175,7 @@ def load_part(
         tiers=tiers,
         rates=measured,
         has_structured_output=structured is not None,
+        load_adapter=load_one,
     )
 
 

@@ -1,6 +1,6 @@
 """Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.json_fields import ModelError
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_table import NO_ADAPTERS
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.rows import Rows, ScheduledRows
@@ -71,9 +72,11 @@ class ModelRunner:
         *,
         takes_parts: bool,
         is_all_known: bool,
-        adapters: Sequence[Adapter] = (),
+        adapters: Mapping[int, Adapter] = NO_ADAPTERS,
     ) -> None:
-        """`takes_parts` is False if other devices of the model would have to cut a step alike.
+        """`adapters` are by the numbers that rows have; their owner changes them between steps.
+
+        `takes_parts` is False if other devices of the model would have to cut a step alike.
 
         `is_all_known` says whether the rows have the values of all tokens before a step begins.
         """

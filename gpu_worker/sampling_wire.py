@@ -1,7 +1,7 @@
 """How a sequence is sampled, from protobuf."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from gpu_worker.field_checks import require_count, require_number, require_positive
 from gpu_worker.lora.adapter_id import AdapterId
@@ -66,8 +66,8 @@ def sampling_params_from_proto(
     return parsed
 
 
-def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Sequence[AdapterId]) -> int:
-    """Find the number, from 1, of the adapter that is asked for; 0: none is.
+def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Mapping[AdapterId, int]) -> int:
+    """Find the number of the adapter that is asked for; 0: none is.
 
     Raises:
         InvalidArgumentError: the worker has no adapter of this name with these contents.
@@ -75,10 +75,10 @@ def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Sequence[Ada
     if not params.HasField("adapter"):
         return 0
     wanted = AdapterId(params.adapter.name, params.adapter.digest)
-    if wanted not in adapters:
+    if (number := adapters.get(wanted)) is None:
         has = ", ".join(f"{a.name!r} ({a.digest.hex()[:8]})" for a in adapters) or "none"
         raise InvalidArgumentError(
             "new_sequences.sampling.adapter",
             f"is {wanted.name!r} ({wanted.digest.hex()[:8]}); this worker has {has}",
         )
-    return 1 + adapters.index(wanted)
+    return number

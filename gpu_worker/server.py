@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from gpu_worker.description_wire import (
 )
 from gpu_worker.holdings import Holdings
 from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
+from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory_level import WatchedMemory
 from gpu_worker.result_stream import ResultStream
 from gpu_worker.step import StepInput, StepOutput
@@ -106,6 +107,31 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
         """The model is there: serve it. `memory` is the device's; None: nobody watches it."""
         self._info, self._steps, self._memory = info, steps, memory
+
+    @property
+    def model_id(self) -> str:
+        """What requests call the model."""
+        return self._loaded()[0].model_id
+
+    @property
+    def adapters(self) -> Mapping[AdapterId, int]:
+        """The LoRA adapters that batches may name, and the number of each."""
+        return self._loaded()[0].limits.adapters
+
+    @adapters.setter
+    def adapters(self, adapters: Mapping[AdapterId, int]) -> None:
+        info, _ = self._loaded()
+        self._info = replace(info, limits=replace(info.limits, adapters=adapters))
+
+    def check_epoch(self, epoch: int) -> None:
+        """Check that who calls is the newest scheduler.
+
+        Raises:
+            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            UnavailableError: There is no model yet, or not for long.
+        """
+        self._loaded()
+        self._attachments.of(epoch)
 
     @property
     def num_live_seqs(self) -> int:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from gpu_worker.kv_codec import CodecSpec, parse_codec
+from gpu_worker.lora.adapter_id import is_adapter_name
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 
 
@@ -155,6 +156,13 @@ class WorkerSettings(ProcessSettings):
     def adapter_directories(self) -> tuple[tuple[str, Path], ...]:
         """`lora`, parsed: of each adapter its name and directory."""
         return tuple(_parse_adapter(text) for text in self.lora)
+
+    @property
+    def adapter_obstacle(self) -> str | None:
+        """What keeps the worker from having adapters; None: nothing but, maybe, the model."""
+        if self.num_ranks > 1:
+            return "tensor_parallel_size or pipeline_parallel_size"
+        return f"model_class, which is {self.model_class}" if self.model_class else None
 
     @property
     def host_codec(self) -> CodecSpec:
@@ -305,16 +313,8 @@ class WorkerSettings(ProcessSettings):
     def _takes_adapters(self) -> Self:
         if not self.lora:
             return self
-        if self.num_ranks > 1:
-            raise ValueError(
-                f"lora is {','.join(self.lora)}; it must be unset with tensor_parallel_size or"
-                " pipeline_parallel_size"
-            )
-        if self.model_class:
-            raise ValueError(
-                f"lora is {','.join(self.lora)}; it must be unset with model_class, which is"
-                f" {self.model_class}"
-            )
+        if (obstacle := self.adapter_obstacle) is not None:
+            raise ValueError(f"lora is {','.join(self.lora)}; it must be unset with {obstacle}")
         if self.model_id in dict(self.adapter_directories):
             raise ValueError(
                 f"lora has {self.model_id!r}, which is what requests call the model; names must"
@@ -357,7 +357,7 @@ class WorkerSettings(ProcessSettings):
 
 def _parse_adapter(text: str) -> tuple[str, Path]:
     name, _, directory = text.partition("=")
-    if not name or not directory or not name.isprintable():
+    if not directory or not is_adapter_name(name):
         raise ValueError(f"must be NAME=DIR, as in sql=adapters/sql; {text!r} is not")
     return name, Path(directory)
 

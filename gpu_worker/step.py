@@ -4,7 +4,7 @@ Arrays are one-dimensional int32 unless they say otherwise. A *row* is the place
 in the worker, in [0, max_num_seqs).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -51,8 +51,8 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
-    adapters: tuple[AdapterId, ...] = ()
-    """The LoRA adapters that it holds; they are numbered from 1."""
+    adapters: Mapping[AdapterId, int] = field(default_factory=dict)
+    """The LoRA adapters that a new row may have, and the number of each, at least 1."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 

@@ -21,6 +21,7 @@ from gpu_worker import metrics
 from gpu_worker.executor import LaunchedStep
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leading_executor import AnyExecutor
 from gpu_worker.step import Int32Array, StepInput, StepOutput
 from rpc import timeline
@@ -124,6 +125,14 @@ class StepLoop:
         return self._queue_call(
             lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
         )
+
+    def add_adapter(self, number: int, adapter: Adapter) -> "asyncio.Future[None]":
+        """See `Executor.add_adapter`; steps that are submitted from now on find it."""
+        return self._queue_call(lambda executor: executor.add_adapter(number, adapter))
+
+    def remove_adapter(self, number: int) -> "asyncio.Future[None]":
+        """See `Executor.remove_adapter`."""
+        return self._queue_call(lambda executor: executor.remove_adapter(number))
 
     async def stop(self) -> None:
         """End the thread; steps that have no result yet get none.

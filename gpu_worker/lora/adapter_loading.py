@@ -28,40 +28,27 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAX_NAMES_SHOWN: Final = 5
 
 
-def load_adapters(
-    name_to_directory: Sequence[tuple[str, Path]],
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Adapter, ...]:
-    """Load adapters of a model, in the order of their names.
+def load_adapter(
+    name: str, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """Load an adapter of a model; what runs meanwhile goes on.
 
     Args:
-        name_to_directory: what requests call each, and where it is.
-        model: what they add to.
+        name: what requests call it.
+        directory: where it is.
+        model: what it adds to.
         dtype: of weights and activations.
-        device: where they go.
+        device: where it goes.
 
     Raises:
-        ModelError: the model's implementation takes none; a file is missing or damaged; an adapter
+        ModelError: the model's implementation takes none; a file is missing or damaged; the adapter
             asks for what is not supported, or its tensors are not those of this model.
     """
-    if not name_to_directory:
-        return ()
     if not isinstance(model, LlamaConfig):
         raise ModelError(
-            f"lora is set; {model.architecture} runs without adapters, and they are supported for"
+            f"{model.architecture} runs without LoRA adapters; they are supported for"
             f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
         )
-    return tuple(
-        _load(name, directory, model, dtype, device)
-        for name, directory in sorted(name_to_directory)
-    )
-
-
-def _load(
-    name: str, directory: Path, model: LlamaConfig, dtype: torch.dtype, device: torch.device
-) -> Adapter:
     config = read_adapter_config(directory)
     path = directory / _WEIGHTS_FILE
     layers = [tuple(adapted_maps(model, index)) for index in range(model.num_layers)]
@@ -84,7 +71,7 @@ def _load(
                 " safetensors is read: convert it"
             ) from error
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-    return Adapter(AdapterId(name, _digest(directory)), loaded)
+    return Adapter(AdapterId(name, _digest(directory), str(directory.absolute())), loaded)
 
 
 def _adapted_modules(

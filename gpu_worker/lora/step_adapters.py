@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `N` of one adapter, `K` input features of a map, `O` its output features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,14 +79,14 @@ class _AdaptedLinear:
 
 
 def step_adapters(
-    numbers: Int64Array, adapters: Sequence[Adapter], device: torch.device
+    numbers: Int64Array, adapters: Mapping[int, Adapter], device: torch.device
 ) -> StepAdapters | None:
     """Group a step's tokens by their adapters; nothing here waits for the device.
 
     Args:
-        numbers: int64[T]: of each token the number of its adapter, from 1, or `NO_ADAPTER`; empty
-            if there are none.
-        adapters: all of the worker's.
+        numbers: int64[T]: of each token the number of its adapter, or `NO_ADAPTER`; empty if there
+            are none.
+        adapters: all of the worker's, by their numbers.
         device: where the tokens are.
 
     Returns:
@@ -96,11 +96,10 @@ def step_adapters(
         return None
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     if (numbers == used[0]).all():
-        return StepAdapters((_Tokens(adapters[used[0] - 1], None),))
+        return StepAdapters((_Tokens(adapters[used[0]], None),))
     places = upload([np.flatnonzero(numbers == number) for number in used], device)
     return StepAdapters(
         tuple(
-            _Tokens(adapters[number - 1], of_one)
-            for number, of_one in zip(used, places, strict=True)
+            _Tokens(adapters[number], of_one) for number, of_one in zip(used, places, strict=True)
         )
     )

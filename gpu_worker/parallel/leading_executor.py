@@ -7,6 +7,7 @@ from typing import TypeAlias
 from gpu_worker.block_labels import BlockLabels
 from gpu_worker.executor import Executor, LaunchedStep
 from gpu_worker.holdings import Holdings
+from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
 from gpu_worker.rows import Rows
@@ -74,6 +75,13 @@ class LeadingExecutor:
         raise UnimplementedError(
             f"num_blocks is {num_blocks}: a pool that is in parts on several devices is not resized"
         )
+
+    def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
+        """Refuse: each rank would need its part."""
+        raise UnimplementedError("a model that is in parts on several devices has no adapters")
+
+    def remove_adapter(self, number: int) -> None:
+        """There is none."""
 
     @contextmanager
     def _together(self) -> Iterator[None]:

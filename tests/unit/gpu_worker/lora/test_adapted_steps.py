@@ -11,7 +11,7 @@ from fake_graphs import FakeGraphs
 from gpu_worker.executor import Executor
 from gpu_worker.kv_layout import kv_dtypes
 from gpu_worker.kv_pool import KvPool
-from gpu_worker.lora.adapter_loading import load_adapters
+from gpu_worker.lora.adapter_loading import load_adapter
 from gpu_worker.model_source import open_model
 from gpu_worker.models.quantized_linear import Quantization
 from gpu_worker.sampling_params import SamplingParams
@@ -65,8 +65,8 @@ class Worker:
     def __init__(self, case, dtype=torch.float32, quantization=None, drafter=None):
         source = open_model(case.model, "", quantization)
         root = case.merged[1].parent
-        named = [(name, root / name) for name in "ab"]
-        adapters = load_adapters(named, source.config, dtype, CPU)
+        loaded = [load_adapter(name, root / name, source.config, dtype, CPU) for name in "ab"]
+        adapters = dict(enumerate(loaded, start=1))
         self.executor = Executor(
             source.load(dtype, CPU, lambda _: None),
             KvPool(
@@ -76,7 +76,7 @@ class Worker:
                 kv_dtypes("auto", set(), dtype, source.config.num_layers),
                 CPU,
             ),
-            replace(LIMITS, adapters=tuple(adapter.id for adapter in adapters)),
+            replace(LIMITS, adapters={adapter.id: n for n, adapter in adapters.items()}),
             (),
             CPU,
             adapters=adapters,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.json_fields import ModelError
-from gpu_worker.lora.adapter_loading import load_adapters
+from gpu_worker.lora.adapter_loading import load_adapter
 from gpu_worker.model_source import open_model
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import ModelDirs
@@ -27,7 +27,8 @@ def adapter(model_dirs, tmp_path):
 
 def load(model_dirs, *named, family="llama", model_class=""):
     config = open_model(model_dirs.get(family), model_class).config
-    return load_adapters(named, config, torch.float32, torch.device("cpu"))
+    device = torch.device("cpu")
+    return [load_adapter(*each, config, torch.float32, device) for each in named]
 
 
 def edit_config(adapter, **changes):
@@ -51,8 +52,7 @@ def assert_refused(model_dirs, adapter, *parts, **options):
 
 def test_adapters_come_by_name_with_digests_of_their_contents(model_dirs, adapter, tmp_path):
     other = make_adapter(tmp_path / "other", model_dirs.get("llama"), seed=2)
-    second, first = ("b", adapter), ("a", other)
-    a, b = load(model_dirs, second, first)
+    a, b = load(model_dirs, ("a", other), ("b", adapter))
     assert (a.id.name, b.id.name) == ("a", "b")
     assert len(a.id.digest) == len(b.id.digest) == 32
     assert a.id.digest != b.id.digest
@@ -158,4 +158,4 @@ def test_experts_are_not_added_to(model_dirs, tmp_path):
 @pytest.mark.parametrize(("family", "model_class"), [("gpt_neox", ""), ("llama", "transformers")])
 def test_other_implementations_take_none(model_dirs, adapter, family, model_class):
     options = {"family": family, "model_class": model_class}
-    assert_refused(model_dirs, adapter, "lora", "LlamaForCausalLM", **options)
+    assert_refused(model_dirs, adapter, "LoRA", "LlamaForCausalLM", **options)
