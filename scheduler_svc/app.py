@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from rpc.discovery import Discovery, Resolver
 from rpc.health import Health
 from rpc.server import Addresses, serve
+from scheduler_svc.adapter_service import adapter_service
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.successor import Successor
@@ -143,7 +144,7 @@ async def _run_scheduler(
             await serve(
                 settings,
                 health=health,
-                services=[scheduler_service(servicer)],
+                services=[scheduler_service(servicer), adapter_service(fleet.adapters)],
                 on_started=start,
                 on_drain=fleet.drain,
                 num_live=lambda: fleet.num_live_seqs,
@@ -153,6 +154,7 @@ async def _run_scheduler(
         finally:
             migrator.stop()
             resizer.stop()
+            fleet.adapters.stop()
 
 
 def _open_core(

@@ -31,13 +31,22 @@ OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
 
 
 class EngineOwner(Protocol):
-    """Who is told of an engine's worker. Called from the engine's task; nothing may wait."""
+    """Who is told of an engine's worker. Called from the engine's task; only `settle` may wait."""
 
     def accept(self, engine: "Engine", info: WorkerInfo) -> None:
         """Look at a worker before it is used.
 
         Raises:
             UnavailableError: It does not fit the others.
+        """
+
+    async def settle(self, engine: "Engine", link: WorkerLink) -> None:
+        """Have the worker hold what the others do, before it is used.
+
+        When it returns, the engine has a session before anybody else has a turn.
+
+        Raises:
+            UnavailableError: It does not.
         """
 
     def attached(self, engine: "Engine") -> None:
@@ -114,6 +123,7 @@ class Engine:
         link = await self._attach(wake, self._last_step_id)
         try:
             self._owner.accept(self, link.info)
+            await self._owner.settle(self, link)
             with self._open_core(link.info) as core:
                 if link.holdings.is_anything:
                     core.inherit(link.holdings, time.monotonic())

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import structlog
 
-from rpc.errors import QuireError, TooBusyError, UnavailableError
+from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.silence import TICK_S
+from scheduler_svc.adapters import Adapters
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
@@ -16,6 +17,7 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
+    LoraAdapter,
     ModelInfo,
     SubmitRequest,
     WorkerInfo,
@@ -28,7 +30,8 @@ from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.unplaced_requests import UnplacedRequests
-from scheduler_svc.wire.router import finished_to_proto
+from scheduler_svc.wire.router import ADAPTERS_SALT, adapter_salt, finished_to_proto
+from scheduler_svc.worker_client import WorkerLink
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
@@ -63,6 +66,10 @@ class Fleet:
         self._step_timeout_s = step_timeout_s
         self._placer = placer
         self._unplaced = UnplacedRequests()
+        self.adapters = Adapters(
+            self.roster, is_used=self._is_adapter_used, on_change=streams.tell_adapters
+        )
+        """The LoRA adapters that the workers hold."""
         self._model: ModelInfo | None = None
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -88,7 +95,8 @@ class Fleet:
     def model_now(self) -> ModelInfo | None:
         """Give the same, which changes as workers come, go and are resized; None: there is none."""
         models = [session.model() for session in self._sessions()]
-        return min(models, key=lambda model: model.max_model_len, default=None)
+        model = min(models, key=lambda model: model.max_model_len, default=None)
+        return None if model is None else replace(model, adapters=self.adapters.offered)
 
     def submit(self, request: Request) -> None:
         """Take on a request. An engine may still refuse it, and tells its source.
@@ -218,13 +226,17 @@ class Fleet:
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
         """Check that a worker has the model that the routers were told of."""
-        model = replace(info.model, max_model_len=0)  # that alone may differ
+        model = replace(info.model, max_model_len=0, adapters=())  # these alone may differ
         if self._model is None:
             self._model = model
         if model != self._model:
             raise UnavailableError(
                 f"worker {engine.target} holds {model}; this scheduler serves {self._model}"
             )
+
+    async def settle(self, engine: Engine, link: WorkerLink) -> None:
+        """Have the worker hold the adapters that the others hold, and they its."""
+        await self.adapters.settle(engine.target, link, link.info.model.adapters)
 
     def attached(self, engine: Engine) -> None:
         """Place what waited for a worker."""
@@ -242,6 +254,7 @@ class Fleet:
     def _place_unplaced(self) -> None:
         for command in self._unplaced.take_all():
             try:
+                self._check_adapter(command.request)
                 self._place(command)
             except QuireError as error:
                 self._streams.refuse(command.request, error)
@@ -301,6 +314,19 @@ class Fleet:
             loads = [session.placement_load() for session in sessions]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[choice.index].post(command, choice.num_tokens)
+
+    def _is_adapter_used(self, adapter: LoraAdapter) -> bool:
+        salt = adapter_salt(adapter)
+        return self._unplaced.has_with(salt) or any(
+            session.has_live_with(salt) for session in self._sessions()
+        )
+
+    def _check_adapter(self, request: Request) -> None:
+        """Raises NotFoundError for a request of an adapter that was lost with all workers."""
+        if request.cache_salt.startswith(ADAPTERS_SALT) and not any(
+            request.cache_salt.startswith(adapter_salt(each)) for each in self.adapters.held
+        ):
+            raise NotFoundError(f"LoRA adapter of {request.request_id!r} is not served any more")
 
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request

@@ -1,14 +1,15 @@
 """The routers' streams by source, and who hears of which sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.v1 import scheduler_pb2
 from rpc.errors import QuireError
 from scheduler_svc.core.request import Request, SourceId
+from scheduler_svc.domain import LoraAdapter
 from scheduler_svc.kept_requests import KeptRequests
 from scheduler_svc.request_ends import live_seq_keys
 from scheduler_svc.router_stream import RouterStream
-from scheduler_svc.wire.router import refused_to_proto
+from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
 
 
 class RouterStreams:
@@ -71,6 +72,11 @@ class RouterStreams:
         """Tell each router how many tokens a request may have at most, unless it knows."""
         for stream in self._streams.values():
             stream.tell_max_model_len(max_model_len)
+
+    def tell_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """Tell each router which LoRA adapters requests may have from now on."""
+        for stream in self._streams.values():
+            stream.deliver(adapters_to_proto(adapters))
 
     def end_all(self, error: QuireError) -> None:
         """End all streams behind what is pending."""

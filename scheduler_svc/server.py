@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from functools import partial
 
 import grpc.aio
@@ -219,6 +220,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _submit(
         self, message: scheduler_pb2.Submit, stream: RouterStream, model: ModelInfo
     ) -> None:
+        if message.sampling.HasField("adapter"):
+            adapters = self._fleet.adapters
+            # One that has begun may go on with one that is leaving.
+            known = adapters.held if message.outputs else adapters.offered
+            model = replace(model, adapters=known)
         try:
             request = request_from_proto(message, stream.source, model, time.monotonic())
             stream.claim(live_seq_keys(request))

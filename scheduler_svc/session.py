@@ -17,7 +17,13 @@ from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, RequestRefusedError
 from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.core.load import count_queued, read_prompts, read_queues, read_space
+from scheduler_svc.core.load import (
+    count_queued,
+    has_live_with,
+    read_prompts,
+    read_queues,
+    read_space,
+)
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
@@ -28,6 +34,7 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
+    LoadedAdapter,
     ModelInfo,
     SubmitRequest,
     WorkerInfo,
@@ -153,6 +160,14 @@ class Session:
         """See `WorkerLink`."""
         await self._link.resize_pool(num_blocks)
 
+    async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See `WorkerLink`."""
+        return await self._link.load_adapter(name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `WorkerLink`."""
+        await self._link.unload_adapter(name)
+
     async def pull_kv(
         self,
         source_target: str,
@@ -179,6 +194,10 @@ class Session:
     def queued_by_tenant(self) -> Counter[str]:
         """Count the sequences that wait; see `count_queued`."""
         return count_queued(self._core)
+
+    def has_live_with(self, salt: str) -> bool:
+        """Say whether a live request has a cache salt that begins so."""
+        return self.call(lambda core: has_live_with(core, salt))
 
     def placement_load(self) -> WorkerLoad:
         """Say how busy the worker is, commands that are not applied yet included."""

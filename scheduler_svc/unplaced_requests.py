@@ -24,6 +24,10 @@ class UnplacedRequests:
         """Sequences that wait and have not ended."""
         return sum(num_live_seqs(command.request) for command in self._commands)
 
+    def has_with(self, salt: str) -> bool:
+        """Whether one of them has a cache salt that begins so."""
+        return any(command.request.cache_salt.startswith(salt) for command in self._commands)
+
     def add(self, command: SubmitRequest) -> None:
         """Keep one more."""
         self._commands.append(command)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc import timeline
 from rpc.channel import open_channel
 from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
@@ -19,7 +19,8 @@ from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.domain import LoadedAdapter, WorkerInfo
+from scheduler_svc.wire.adapters import adapter_from_proto
 from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.memory_level import memory_level_from_proto
 from scheduler_svc.wire.worker import (
@@ -31,6 +32,8 @@ from scheduler_svc.wire.worker_info import worker_info_from_proto
 from scheduler_svc.worker_ledger import WorkerLedger
 
 _ATTACH_TIMEOUT_S = 10.0
+_LOAD_TIMEOUT_S = 300.0
+"""Of an adapter, from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class WorkerLink:
         self._ledger = WorkerLedger(info)
         self._watchdog: asyncio.TimerHandle | None = None
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
         self._silence = Silence()
         self._since_result = Silence()
@@ -188,6 +192,29 @@ class WorkerLink:
         request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
         with calling():
             await self._stub.ResizePool(request)
+
+    async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """Have the worker load a LoRA adapter; see `AdapterService.LoadAdapter`.
+
+        Raises:
+            QuireError: It has not, or the worker is lost.
+        """
+        request = adapters_pb2.LoadAdapterRequest(
+            name=name, directory=directory, epoch=self._config.epoch
+        )
+        with calling():
+            loaded = await self._adapters.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S)
+        return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the worker unload one; see `AdapterService.UnloadAdapter`.
+
+        Raises:
+            QuireError: It has not, or the worker is lost.
+        """
+        request = adapters_pb2.UnloadAdapterRequest(name=name, epoch=self._config.epoch)
+        with calling():
+            await self._adapters.UnloadAdapter(request, timeout=_LOAD_TIMEOUT_S)
 
     def let_go(self) -> None:
         """Take the worker for lost: it is about to end."""

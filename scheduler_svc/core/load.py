@@ -68,6 +68,11 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
     return PromptQueue(core._running.num_decoding, num_tokens, num_short_tokens)
 
 
+def has_live_with(core: "Scheduler", salt: str) -> bool:
+    """Look whether a live request has a cache salt that begins with `salt`."""
+    return any(seq.request.cache_salt.startswith(salt) for seq in core._live)
+
+
 def read_load(
     core: "Scheduler",
     memory_level: MemoryLevel = MemoryLevel.OK,

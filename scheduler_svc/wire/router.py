@@ -19,8 +19,12 @@ from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo
+from scheduler_svc.wire.adapters import adapter_to_proto
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 from scheduler_svc.wire.checks import check_below
+
+ADAPTERS_SALT = "\0"
+"""What the cache salts of all adapters' requests begin with, and no others."""
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
@@ -100,15 +104,18 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
         return message.cache_salt
     adapter = LoraAdapter(message.sampling.adapter.name, message.sampling.adapter.digest)
     if adapter not in model.adapters:
-        raise NotFoundError(
-            f"LoRA adapter {adapter.name!r} ({adapter.digest.hex()[:8]}) is not served; {model} is"
-        )
-    return f"\0{adapter.digest.hex()}{message.cache_salt}"
+        raise NotFoundError(f"{adapter} is not served; {model} is")
+    return adapter_salt(adapter) + message.cache_salt
+
+
+def adapter_salt(adapter: LoraAdapter) -> str:
+    """What the cache salts of an adapter's requests begin with, and no others."""
+    return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
 
 
 def _check(message: scheduler_pb2.Submit) -> None:
     """Check what needs no parsing."""
-    if message.cache_salt.startswith("\0"):
+    if message.cache_salt.startswith(ADAPTERS_SALT):
         raise InvalidArgumentError(
             "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"
         )
@@ -156,12 +163,16 @@ def welcome_to_proto(
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
                 structured_output=model.structured_output,
-                adapters=[
-                    common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
-                    for adapter in model.adapters
-                ],
+                adapters=map(adapter_to_proto, model.adapters),
             ),
         )
+    )
+
+
+def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> scheduler_pb2.StepOutput:
+    """Make the news that these are what requests may have from now on."""
+    return scheduler_pb2.StepOutput(
+        adapters=scheduler_pb2.ServedAdapters(adapters=map(adapter_to_proto, adapters))
     )
 
 
@@ -251,6 +262,8 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
             merged.room.CopyFrom(output.room)
         if output.HasField("max_model_len"):
             merged.max_model_len = output.max_model_len
+        if output.HasField("adapters"):
+            merged.adapters.CopyFrom(output.adapters)
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4

@@ -4,12 +4,12 @@ import math
 
 from quire.v1 import worker_pb2
 from rpc.errors import InvalidArgumentError
-from scheduler_svc.domain import LoraAdapter, ModelInfo, WorkerInfo
+from scheduler_svc.domain import ModelInfo, WorkerInfo
+from scheduler_svc.wire.adapters import adapter_from_proto
 
 _MAX_NUM_SEQS = 2**16
 _MAX_BLOCKS = 2**24
 _MAX_BLOCK_SIZE = 2**16
-_DIGEST_BYTES = 32
 _MAX_TOKENS = 2**32
 """The core keeps arrays of these sizes: what a worker says must not exhaust the scheduler."""
 
@@ -30,7 +30,8 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             eos_token_ids=tuple(message.model.eos_token_ids),
             structured_output=message.model.structured_output,
             adapters=tuple(
-                LoraAdapter(adapter.name, adapter.digest) for adapter in message.model.adapters
+                adapter_from_proto(adapter, "worker.model.adapters")
+                for adapter in message.model.adapters
             ),
         ),
         max_num_seqs=message.max_num_seqs,
@@ -92,13 +93,6 @@ def _check_together(info: WorkerInfo) -> None:
             raise InvalidArgumentError(
                 "worker.model.eos_token_ids",
                 f"has {token_id}; ids must be in [0, {info.model.vocab_size})",
-            )
-    for adapter in info.model.adapters:
-        if not adapter.name or len(adapter.digest) != _DIGEST_BYTES:
-            raise InvalidArgumentError(
-                "worker.model.adapters",
-                f"has {adapter.name!r} with a digest of {len(adapter.digest)} bytes; each must have"
-                f" a name and {_DIGEST_BYTES} bytes",
             )
     num_tokens = min(info.model.max_model_len, _most_blocks(info) * info.block_size)
     if info.max_num_seqs * num_tokens > _MAX_TOKENS:

@@ -1,0 +1,261 @@
+"""Which LoRA adapters the service has: all its workers hold the same, and routers know which.
+
+An adapter is *held* once every attached worker has it, and *offered* until it is to be unloaded. It
+is *leaving* from then until no live request has it: a request that is preempted, moved, or comes
+again after a loss must find it at any worker.
+
+What the service holds is what any of its workers held when it was attached, and what was loaded
+since, but for what was unloaded here.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from rpc.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+)
+from scheduler_svc.domain import LoadedAdapter, LoraAdapter
+from scheduler_svc.roster import Roster
+
+_LOOK_S = 0.1
+"""How often it is looked whether requests still have an adapter that leaves."""
+
+_T = TypeVar("_T")
+
+log = structlog.get_logger()
+
+
+class AdapterHolder(Protocol):
+    """A worker that is attached: a `WorkerLink`, or the `Session` that has it."""
+
+    async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """Have it load an adapter; raises QuireError."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it unload one; raises QuireError."""
+
+
+class Adapters:
+    """The adapters of one scheduler's workers; what changes them goes one after another."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        is_used: Callable[[LoraAdapter], bool],
+        on_change: Callable[[Sequence[LoraAdapter]], None],
+    ) -> None:
+        """`is_used` says whether a live request has it; `on_change` is told what is offered."""
+        self._roster = roster
+        self._is_used = is_used
+        self._on_change = on_change
+        self._held: dict[str, LoraAdapter] = {}
+        self._leaving: set[str] = set()
+        self._unloaded: set[LoraAdapter] = set()
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.offered: tuple[LoraAdapter, ...] = ()
+        """Those that new requests may have, in the order of their names."""
+
+    @property
+    def held(self) -> tuple[LoraAdapter, ...]:
+        """Those that requests which have begun may have, in the order of their names."""
+        return tuple(self._held[name] for name in sorted(self._held))
+
+    async def load(self, name: str, directory: str) -> LoadedAdapter:
+        """Have every worker load an adapter, and offer it; it goes on if the caller leaves.
+
+        Raises:
+            UnavailableError: No worker is attached, or one is lost.
+            FailedPreconditionError: One of this name is leaving, or the workers found others each.
+            QuireError: What a worker says. None has it then that had not before.
+        """
+        return await self._finish(self._load(name, directory))
+
+    async def unload(self, name: str) -> None:
+        """Offer an adapter no more; when no request has it, have every worker unload it.
+
+        It goes on if the caller leaves.
+
+        Raises:
+            NotFoundError: There is none of this name.
+            FailedPreconditionError: It is leaving already.
+            QuireError: A worker would not let it go.
+        """
+        adapter = self._held.get(name)
+        if adapter is None:
+            raise NotFoundError(f"LoRA adapter {name!r} is not loaded")
+        self._check_stays(name)
+        self._leaving.add(name)
+        self._tell()
+        await self._finish(self._unload(adapter))
+
+    async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
+        """Let a worker that is being attached, and those that are, hold the same.
+
+        Args:
+            target: The worker's.
+            worker: It.
+            has: What it says that it holds.
+
+        Raises:
+            UnavailableError: It cannot be, and the worker is of no use.
+        """
+        async with self._lock:
+            try:
+                await self._settle(worker, has)
+            except QuireError as error:
+                raise UnavailableError(f"worker {target} does not fit: {error}") from error
+        self._tell()
+
+    def stop(self) -> None:
+        """Give up what is under way; the sessions end."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _load(self, name: str, directory: str) -> LoadedAdapter:
+        async with self._lock:
+            self._check_stays(name)
+            loaded = await self._load_at_all(name, directory)
+            if loaded is None:
+                raise UnavailableError("no worker is attached")
+            self._held[name] = loaded.adapter
+            self._unloaded.discard(loaded.adapter)
+        self._tell()
+        log.info("adapter loaded", name=name, directory=directory, was_there=loaded.was_there)
+        return loaded
+
+    async def _unload(self, adapter: LoraAdapter) -> None:
+        while True:
+            if await self._unload_unused(adapter):
+                break
+            await asyncio.sleep(_LOOK_S)
+        log.info("adapter unloaded", name=adapter.name)
+
+    async def _unload_unused(self, adapter: LoraAdapter) -> bool:
+        """Whether no request has it; then the workers have let it go."""
+        async with self._lock:
+            if self._is_used(adapter):
+                return False
+            self._drop(adapter.name)
+            self._unloaded.add(adapter)
+            sessions = self._roster.sessions
+            ends = await asyncio.gather(
+                *(session.unload_adapter(adapter.name) for session in sessions.values()),
+                return_exceptions=True,
+            )
+        for worker, end in zip(sessions, ends, strict=True):
+            if isinstance(end, UnavailableError | NotFoundError):
+                continue  # it is lost, and told when it is attached again; or has let it go
+            if isinstance(end, BaseException):
+                raise _said_by(worker, end)
+        return True
+
+    async def _settle(self, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
+        kept = {}
+        for adapter in has:
+            held = self._held.get(adapter.name)
+            if adapter in self._unloaded:
+                await worker.unload_adapter(adapter.name)
+            elif held in (None, adapter):
+                kept[adapter.name] = adapter
+            else:
+                raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {held}")
+        for name in sorted(kept.keys() - self._held.keys()):
+            adapter = kept[name]
+            loaded = await self._load_at_all(name, adapter.directory)
+            if loaded is not None and loaded.adapter != adapter:
+                await self._unload_at(self._roster.sessions.values(), name)
+                raise FailedPreconditionError(
+                    f"it holds {adapter}; in {adapter.directory!r} the others found"
+                    f" {loaded.adapter}"
+                )
+            self._held[name] = adapter
+        for name in sorted(self._held.keys() - kept.keys()):
+            try:
+                await self._load_same(worker, self._held[name])
+            except (FailedPreconditionError, InvalidArgumentError) as error:
+                if self._roster.sessions:
+                    raise
+                # The only worker is worth more than an adapter that is there no more.
+                log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400
+                self._drop(name)
+
+    async def _load_same(self, worker: AdapterHolder, adapter: LoraAdapter) -> None:
+        loaded = await worker.load_adapter(adapter.name, adapter.directory)
+        if loaded.adapter != adapter:
+            await worker.unload_adapter(adapter.name)
+            raise FailedPreconditionError(
+                f"in {adapter.directory!r} it found {loaded.adapter}; this scheduler serves"
+                f" {adapter}"
+            )
+
+    async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
+        """Load at each worker that is attached, or at none; None: none is attached."""
+        sessions = self._roster.sessions
+        ends = await asyncio.gather(
+            *(session.load_adapter(name, directory) for session in sessions.values()),
+            return_exceptions=True,
+        )
+        by_worker = dict(zip(sessions, ends, strict=True))
+        loaded = {w: end for w, end in by_worker.items() if isinstance(end, LoadedAdapter)}
+        error: BaseException | None = None
+        for worker, end in by_worker.items():
+            if isinstance(end, BaseException):
+                error = error or _said_by(worker, end)
+        if len({each.adapter for each in loaded.values()}) > 1:
+            found = ", ".join(f"{each.adapter} at {worker}" for worker, each in loaded.items())
+            error = error or FailedPreconditionError(f"directory {directory!r} differs: {found}")
+        if error is not None:
+            new = [sessions[worker] for worker, each in loaded.items() if not each.was_there]
+            await self._unload_at(new, name)
+            raise error
+        if not loaded:
+            return None
+        return LoadedAdapter(
+            next(iter(loaded.values())).adapter, all(each.was_there for each in loaded.values())
+        )
+
+    async def _unload_at(self, workers: Iterable[AdapterHolder], name: str) -> None:
+        """Have it gone, as far as they can be reached: one that is lost settles again."""
+        await asyncio.gather(
+            *(worker.unload_adapter(name) for worker in workers), return_exceptions=True
+        )
+
+    def _check_stays(self, name: str) -> None:
+        if name in self._leaving:
+            raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
+
+    def _drop(self, name: str) -> None:
+        self._held.pop(name, None)
+        self._leaving.discard(name)
+
+    def _tell(self) -> None:
+        offered = tuple(each for each in self.held if each.name not in self._leaving)
+        if offered != self.offered:
+            self.offered = offered
+            self._on_change(offered)
+
+    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio complains if nobody waits for it any more
+
+
+def _said_by(worker: str, error: BaseException) -> BaseException:
+    if isinstance(error, InvalidArgumentError):
+        return InvalidArgumentError(error.field, f"{error.problem} (says worker {worker})")
+    return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error
