@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from router.adapter_face import adapter_service
+from router.adapters import Adapters
 from router.authentication import KeyInterceptor, key_middleware
 from router.grpc_face import inference_service
 from router.inference import Inference
@@ -21,6 +23,7 @@ from router.tokenizer import load_tokenizer
 from router.ui.face import Ui
 from rpc.discovery import Discovery
 from rpc.health import Health
+from rpc.operators import operators
 from rpc.server import Addresses, serve
 
 _MIB = 1024 * 1024
@@ -65,7 +68,11 @@ async def run_router(
     http = web.Application(
         middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
     )
-    http.add_routes(openai_face.routes(inference, max_body_bytes=settings.max_body_mb * _MIB))
+    check = None if api_keys is None else check_operator
+    adapters = Adapters(schedulers, inference.model, operators(settings, check))
+    http.add_routes(
+        openai_face.routes(inference, adapters, max_body_bytes=settings.max_body_mb * _MIB)
+    )
     if ui is not None:
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
@@ -77,13 +84,14 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
+                adapter_service(adapters),
             ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
             on_started=on_started,
             on_drain=inference.drain,
             num_live=lambda: inference.num_live,
-            check_operator=None if api_keys is None else check_operator,
+            check_operator=check,
             stop=stop,
         )
     finally:

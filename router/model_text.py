@@ -157,12 +157,14 @@ class ModelText:
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
-    def token_text(self, model: str, token_id: int) -> str:
-        """The text of one token alone; U+FFFD stands for bytes that are no whole character."""
-        return self.token_bytes(model, token_id).decode(errors="replace")
+    # Of whichever model or adapter: they have one tokenizer. And an output goes on whose adapter is
+    # not served any more.
 
-    def token_bytes(self, model: str, token_id: int) -> bytes:
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone; U+FFFD stands for bytes that are no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to the text; a special token's are those of its name."""
-        self._model.check_name(model)
         pieces = self._tokenizer.table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""

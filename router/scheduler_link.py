@@ -73,8 +73,8 @@ class LinkOwner(Protocol):
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
         """Learns that a request is not taken; whether another link has it now."""
 
-    def resized(self) -> None:
-        """Learns that a link's model takes longer, or only shorter, requests than before."""
+    def model_changed(self) -> None:
+        """Learns that a link's model takes requests of other lengths or adapters than before."""
 
 
 class SchedulerLink:
@@ -313,7 +313,10 @@ class SchedulerLink:
             self.room = news.room.num_seqs
         if news.max_model_len is not None and self.model is not None:
             self.model = replace(self.model, max_model_len=news.max_model_len)
-            self._owner.resized()
+            self._owner.model_changed()
+        if news.adapters is not None and self.model is not None:
+            self.model = replace(self.model, adapters=news.adapters)
+            self._owner.model_changed()
         stopped = self.table.hear(news, is_new=is_new)
         if stopped and self._outbox is not None:
             self._outbox.cancel(list(stopped))

@@ -36,8 +36,12 @@ class SchedulerModel:
         return self.can_stand_beside(replace(other, adapters=self.adapters))
 
     def can_stand_beside(self, other: "SchedulerModel") -> bool:
-        """Whether a router may send any request to either."""
-        return replace(self, max_model_len=0) == replace(other, max_model_len=0)
+        """Whether a router may send any request to either that both have the adapter of."""
+        one, two = (replace(each, max_model_len=0, adapters=()) for each in (self, other))
+        name_to_digest = {each.name: each.digest for each in self.adapters}
+        return one == two and all(
+            name_to_digest.get(each.name, each.digest) == each.digest for each in other.adapters
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class StepNews:
     """None: no news of that."""
     max_model_len: int | None = None
     """Most tokens of prompt and output from now on; None: as before."""
+    adapters: tuple[LoraAdapter, ...] | None = None
+    """Those that requests may have from now on; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)

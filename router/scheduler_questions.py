@@ -1,10 +1,10 @@
-"""What a router asks a scheduler beside the stream: how busy it is, and what its workers hold."""
+"""What a router asks a scheduler beside the stream: how busy it is, what its workers hold."""
 
 from collections.abc import Sequence
 
 import grpc.aio
 
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router.domain import Load
@@ -20,6 +20,7 @@ class SchedulerQuestions:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """Asks whoever `channel` leads to."""
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
 
     async def load(self) -> Load:
         """Asks how busy the scheduler is."""
@@ -43,3 +44,23 @@ class SchedulerQuestions:
             response = await self._stub.DescribeSchedulerActivity(request, timeout=_TIMEOUT_S)
         workers: Sequence[WorkerActivity] = response.workers
         return workers
+
+    async def load_adapter(self, name: str, directory: str) -> adapters_pb2.LoadAdapterResponse:
+        """Has the workers load a LoRA adapter, which may take long."""
+        request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
+        with calling():
+            response: adapters_pb2.LoadAdapterResponse = await self._adapters.LoadAdapter(request)
+        return response
+
+    async def unload_adapter(self, name: str) -> None:
+        """Has the workers unload one, when no request has it any more."""
+        with calling():
+            await self._adapters.UnloadAdapter(adapters_pb2.UnloadAdapterRequest(name=name))
+
+    async def adapters(self) -> Sequence[adapters_pb2.LoadedAdapter]:
+        """Asks which the workers have."""
+        request = adapters_pb2.ListAdaptersRequest()
+        with calling():
+            response = await self._adapters.ListAdapters(request, timeout=_TIMEOUT_S)
+        adapters: Sequence[adapters_pb2.LoadedAdapter] = response.adapters
+        return adapters

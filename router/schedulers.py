@@ -23,6 +23,7 @@ from router.resuming import StartResumed
 from router.scheduler_choice import Candidate, choose, has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
 from router.scheduler_news import SchedulerModel
+from router.scheduler_questions import SchedulerQuestions
 from router.validation import MAX_N
 from rpc.discovery import Discovery
 from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
@@ -66,6 +67,7 @@ class Schedulers:
         self._links: list[SchedulerLink] = []
         self._sights: dict[SchedulerLink, _Sight] = {}
         self._model: SchedulerModel | None = None
+        self._model_news = asyncio.Event()
         self._next_seq_key = 0
         self._is_draining = False
 
@@ -78,6 +80,11 @@ class Schedulers:
         None before the first welcome, and when the model does not fit the tokenizer.
         """
         return self._model
+
+    async def model_change(self) -> None:
+        """Waits until a scheduler tells something new of its model."""
+        self._model_news.clear()
+        await self._model_news.wait()
 
     @property
     def resume_grace_s(self) -> float:
@@ -155,6 +162,13 @@ class Schedulers:
         self._is_draining = True
 
     # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def questions(self) -> Sequence[SchedulerQuestions]:
+        """Who answers for the schedulers; raises UnavailableError if none is there."""
+        if not self._connected:
+            raise self.unavailable()
+        return [link.questions for link in self._connected]
 
     async def load(self) -> Load:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
@@ -241,6 +255,9 @@ class Schedulers:
         """Checks that a scheduler's model is the tokenizer's, and that of the others."""
         others = [other for other in self._connected if other is not link]
         before = self._model
+        unlike = [
+            each.model for each in others if each.model and not model.can_stand_beside(each.model)
+        ]
         misfit: str | None = None
         if self._num_token_ids > model.vocab_size:
             misfit = (
@@ -248,9 +265,9 @@ class Schedulers:
                 f" {model.id!r} of the scheduler at {link.target} has a vocabulary of"
                 f" {model.vocab_size}: --model must name the directory of the model that is served"
             )
-        elif before is not None and others and not model.can_stand_beside(before):
+        elif unlike:
             misfit = (
-                f"the scheduler at {link.target} has the model {model}; the others have {before}"
+                f"the scheduler at {link.target} has the model {model}; the others have {unlike[0]}"
             )
         if misfit is not None:
             if others:
@@ -262,7 +279,7 @@ class Schedulers:
         if before is not None and not model.can_continue(before):
             for each in self._links:
                 self._fail_all(each, "the service now has another model")
-        self._model = _shortest([model, *(other.model for other in others)])
+        self._model = _together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
         """Gives it what was live at others that are lost."""
@@ -276,10 +293,11 @@ class Schedulers:
             asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
         self._show()
 
-    def resized(self) -> None:
-        """Looks again how long a request may be."""
+    def model_changed(self) -> None:
+        """Looks again what requests may be."""
+        self._model_news.set()
         if self._model is not None:
-            self._model = _shortest(link.model for link in self._connected)
+            self._model = _together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
         """Submits it to another scheduler that may have room, each once; False: there is none."""
@@ -306,6 +324,10 @@ class Schedulers:
         return next((link for link in self._links if any(k in link.table for k in keys)), None)
 
     def _choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
+        adapter = live.record.sampling.adapter
+        if adapter is not None:  # if none has it, any refuses the request by name
+            able = [each for each in links if each.model and adapter in each.model.adapters]
+            links = able or links
         candidates = []
         for link in links:
             sight = self._sights.get(link, _Sight())
@@ -350,10 +372,14 @@ class Schedulers:
             self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
 
 
-def _shortest(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
-    """That of one model's many schedulers, one at least, which takes the shortest requests."""
+def _together(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
+    """What schedulers of one model, one at least, take: any of their adapters, and what all can."""
     known = [model for model in models if model is not None]
-    return min(known, key=lambda model: model.max_model_len)
+    adapters = {adapter.name: adapter for model in known for adapter in model.adapters}
+    return dataclasses.replace(
+        min(known, key=lambda model: model.max_model_len),
+        adapters=tuple(adapters[name] for name in sorted(adapters)),
+    )
 
 
 def _add_up(loads: Sequence[Load]) -> Load:

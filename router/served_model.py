@@ -59,6 +59,10 @@ class ServedModel:
             return ()
         return tuple(map(self.info, (self.name, *self._adapters())))
 
+    def has(self, adapter: LoraAdapter) -> bool:
+        """Whether requests may name it."""
+        return self._adapters().get(adapter.name) == adapter
+
     def _adapters(self) -> Mapping[str, LoraAdapter]:
         """By name. One that is called as the model is cannot be asked for."""
         model = self._schedulers.model

@@ -24,6 +24,7 @@ from rpc.client_certificates import certificate_middleware
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.health_service import HEALTH_SERVICE_NAME, HealthServicer
+from rpc.operators import operators
 from rpc.probes import probes
 from rpc.settings import ProcessSettings
 from rpc.tls import http_context
@@ -72,8 +73,8 @@ async def serve(
     ends the process at once.
 
     `AdminService` stops it, too: `num_live` says what there is yet to end, and `check_operator`
-    raises unless the present call is an operator's; without it, see `rpc.admin`, and there also for
-    `drain_worker`.
+    raises unless the present call is an operator's; without it, see `rpc.operators`. For
+    `drain_worker` see `rpc.admin`.
 
     Raises CannotListenError if an address cannot be had, and whatever `on_started` raises.
     """
@@ -83,9 +84,7 @@ async def serve(
     admin = AdminServicer(
         stopping,
         num_live=num_live,
-        check_operator=check_operator,
-        has_client_certificates=settings.tls_client_ca is not None and settings.uds is None,
-        obeys_loopback=settings.local_drain,
+        operators=operators(settings, check_operator),
         drain_worker=drain_worker,
     )
     server = make_grpc_server(settings, services, interceptors)

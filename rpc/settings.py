@@ -121,9 +121,9 @@ class ProcessSettings(LinkSettings):
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long live requests may take to finish after SIGTERM, in seconds."""
     local_drain: bool = False
-    """Whether `quire drain` is obeyed from this machine by TCP, too, where callers show neither key
-    nor certificate, and not by a Unix socket alone. A proxy on this machine passes on anybody's
-    calls."""
+    """Whether `quire drain`, and at a router loading and unloading LoRA adapters, is obeyed from
+    this machine by TCP, too, where callers show neither key nor certificate, and not by a Unix
+    socket alone. A proxy on this machine passes on anybody's calls."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"

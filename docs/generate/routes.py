@@ -13,6 +13,7 @@ from router.openai.chat import ChatBody
 from router.openai.completions import CompletionBody
 from router.openai.face import routes as openai_routes
 from router.openai.json_object import Schema
+from router.openai.lora import LoadAdapterBody, UnloadAdapterBody
 from router.openai.schema import NO_EFFECT
 from router.openai.tokens import DetokenizeBody, TokenizeBody
 from router.ui.face import Ui
@@ -61,6 +62,8 @@ Refused by name, except with the value that asks for nothing:
 _BODIES: dict[str, type[Schema]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/load_lora_adapter": LoadAdapterBody,
+    "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -114,7 +117,7 @@ def probe_paths() -> dict[str, str]:
 def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of what the handler says of itself."""
     app = web.Application()
-    app.add_routes(openai_routes(cast(Any, None)))
+    app.add_routes(openai_routes(cast(Any, None), cast(Any, None)))
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
     "resize": "give a worker's KV pool another size",
+    "lora": "list LoRA adapters, load one more, or unload one",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
     "defragment": "move the KV blocks in use together",

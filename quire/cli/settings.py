@@ -180,6 +180,36 @@ class ResizeSettings(LinkSettings):
         return self
 
 
+class LoraSettings(LinkSettings):
+    """List the LoRA adapters of a service that works; load one more, or unload one.
+
+    `quire lora load NAME=DIR` has every worker read the adapter in DIR, a directory on the workers'
+    machines in the format of PEFT. From then on requests whose model is NAME are computed with it.
+    `quire lora unload NAME` refuses new requests for it at once, and returns when those that have
+    it have ended.
+    """
+
+    action: CliPositionalArg[Literal["list", "load", "unload"]] = "list"
+    """What is to be done: list, load or unload."""
+    adapter: CliPositionalArg[str] = ""
+    """To load: NAME=DIR; to unload: NAME."""
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+    @model_validator(mode="after")
+    def _names_an_adapter(self) -> Self:
+        name, _, directory = self.adapter.partition("=")
+        match self.action:
+            case "load" if not name or not directory:
+                raise ValueError(f"load: must be followed by NAME=DIR; {self.adapter!r} is not")
+            case "unload" if not name or directory:
+                raise ValueError(f"unload: must be followed by NAME; {self.adapter!r} is not")
+            case "list" if self.adapter:
+                raise ValueError(f"list: takes no adapter, and {self.adapter!r} is given")
+        return self
+
+
 class MigrateSettings(LinkSettings):
     """Move a live request with its KV to another worker; its output stays what it would be."""
 

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: the body, and the call that it asks for by way of a chat template."""
 
-from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -108,8 +107,8 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         requests=[request],
         n=body.n,
         shape=ChatShape(
-            partial(inference.text.token_text, body.model),
-            partial(inference.text.token_bytes, body.model),
+            inference.text.token_text,
+            inference.text.token_bytes,
             has_logprobs=body.logprobs,
             new_reader=None if tools is None else tools.new_reader,
         ),

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Annotated
 
@@ -84,7 +83,7 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         given, token_ids = body.prompt[index // body.n], prompts[index // body.n]
         if isinstance(given, str):
             return Echo(given, token_ids)
-        pieces = (inference.text.token_bytes(body.model, token_id) for token_id in token_ids)
+        pieces = (inference.text.token_bytes(token_id) for token_id in token_ids)
         return Echo(b"".join(pieces).decode(errors="replace"), token_ids)
 
     is_one = len(body.prompt) == 1
@@ -102,7 +101,7 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         requests=requests,
         n=body.n,
         shape=CompletionShape(
-            partial(inference.text.token_text, body.model),
+            inference.text.token_text,
             has_logprobs=body.logprobs is not None,
             prompt=prompt,
             echo=body.echo,

@@ -13,6 +13,7 @@ from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 from pydantic import ValidationError
 
+from router.adapters import Adapters
 from router.inference import Inference
 from router.openai.answer import Call, answer
 from router.openai.chat import ChatBody, chat_call
@@ -27,6 +28,12 @@ from router.openai.errors import (
 from router.openai.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.openai.json_object import Schema
 from router.openai.json_text import excerpt, json_bytes, parse_json
+from router.openai.lora import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    load_adapter,
+    unload_adapter,
+)
 from router.openai.responses import model_json
 from router.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.precedence import with_precedence
@@ -54,7 +61,7 @@ CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamRe
 
 
 def routes(
-    inference: Inference, *, max_body_bytes: int = MAX_BODY_BYTES
+    inference: Inference, adapters: Adapters, *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> list[web.AbstractRouteDef]:
     """The routes below /v1, and those that vLLM has beside them.
 
@@ -103,6 +110,16 @@ def routes(
         body = await _read_body(request, DetokenizeBody, max_body_bytes)
         return _json_response(await detokenize(inference, body))
 
+    async def load_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+        """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
+        body = await _read_body(request, LoadAdapterBody, max_body_bytes)
+        return web.Response(text=await load_adapter(adapters, body, request.remote))
+
+    async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+        """Unload one, once the requests that have it have ended; for operators, as vLLM."""
+        body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
+        return web.Response(text=await unload_adapter(adapters, body, request.remote))
+
     async def get_version(_: web.Request, __: _CallId) -> web.Response:
         """Tell the service's version."""
         return _json_response({"version": version("quire")})
@@ -122,6 +139,8 @@ def routes(
         web.post("/v1/completions", _endpoint(create_completion)),
         web.post("/v1/chat/completions", _endpoint(create_chat)),
         web.get("/v1/models", _endpoint(list_models)),
+        web.post("/v1/load_lora_adapter", _endpoint(load_lora_adapter)),
+        web.post("/v1/unload_lora_adapter", _endpoint(unload_lora_adapter)),
         web.post("/tokenize", _endpoint(create_tokens)),
         web.post("/detokenize", _endpoint(create_text)),
         web.get("/version", _endpoint(get_version)),

@@ -82,7 +82,7 @@ async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
         "count": len(token_ids),
         "max_model_len": inference.model.info(body.model).max_model_len,
         "tokens": token_ids,
-        "token_strs": [inference.text.token_text(body.model, token_id) for token_id in token_ids]
+        "token_strs": [inference.text.token_text(token_id) for token_id in token_ids]
         if body.return_token_strs
         else None,
     }

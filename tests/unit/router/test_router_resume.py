@@ -95,7 +95,7 @@ async def test_the_client_gets_what_it_lacks_and_then_the_rest(router):
     await live.aclose()
     tokens = router.tokens("one two three four")
     have, known = tokens[:2], tokens[:-1]
-    text = "".join([router.inference.text.token_text("", token) for token in have])
+    text = "".join([router.inference.text.token_text(token) for token in have])
     received = {0: OutputReceived(len(have), len(text.encode()))}
     live, key = await resume(router, submit, known, replace(NOTHING, received=received))
     first = await anext(live)

@@ -10,6 +10,7 @@ from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.admin import AdminServicer
 from rpc.channel import open_channel
 from rpc.errors import PermissionDeniedError
+from rpc.operators import Operators
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -93,9 +94,11 @@ async def test_strangers_are_refused(peer, has_client_certificates, obeys_loopba
     servicer = AdminServicer(
         stopping,
         num_live=lambda: 0,
-        check_operator=None,
-        has_client_certificates=has_client_certificates,
-        obeys_loopback=obeys_loopback,
+        operators=Operators(
+            None,
+            has_client_certificates=has_client_certificates,
+            obeys_loopback=obeys_loopback,
+        ),
     )
     told = servicer.Drain(admin_pb2.DrainRequest(), SimpleNamespace(peer=lambda: peer))
     if may:

@@ -8,7 +8,15 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from quire.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from rpc.packing import pack_int32, unpack_int32
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
@@ -43,6 +51,53 @@ class Row:
     identity: bytes
     started: bool = False  # computed all its known tokens
     stopped: bool = False
+
+
+class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
+    """Its adapters: what a directory holds has its last letter as digest, 32 times."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.error = None  # of a load
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.was_asked = asyncio.Event()
+
+    @property
+    def names(self):
+        return [each.name for each in self.worker.info.model.adapters]
+
+    def add(self, name, directory):
+        self.worker.info.model.adapters.append(adapter(name, directory))
+
+    async def LoadAdapter(self, request, context):  # noqa: N802
+        assert request.epoch == self.worker.epoch
+        self.was_asked.set()
+        await self.may_load.wait()
+        if self.error is not None:
+            await context.abort(*self.error)
+        wanted = adapter(request.name, request.directory)
+        has = {each.name: each.digest for each in self.worker.info.model.adapters}
+        if has.get(request.name, wanted.digest) != wanted.digest:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "it has other contents")
+        if request.name not in has:
+            self.add(request.name, request.directory)
+        return adapters_pb2.LoadAdapterResponse(adapter=wanted, was_there=request.name in has)
+
+    async def UnloadAdapter(self, request, context):  # noqa: N802
+        assert request.epoch == self.worker.epoch
+        kept = [each for each in self.worker.info.model.adapters if each.name != request.name]
+        if len(kept) == len(self.names):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
+        del self.worker.info.model.adapters[:]
+        self.worker.info.model.adapters.extend(kept)
+        return adapters_pb2.UnloadAdapterResponse()
+
+
+def adapter(name, directory):
+    return common_pb2.LoraAdapter(
+        name=name, digest=directory[-1:].encode() * 32, directory=directory
+    )
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -104,12 +159,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
+        self.adapters = FakeAdapters(self)
         self._server = None
 
     async def start(self):
         self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
         return self
@@ -288,6 +345,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def _admit(self, new):
         assert new.row not in self.rows
         assert new.sampling.HasField("seed")
+        if new.sampling.HasField("adapter"):
+            held = [(each.name, each.digest) for each in self.info.model.adapters]
+            assert (new.sampling.adapter.name, new.sampling.adapter.digest) in held
         token_ids = unpack_int32(new.token_ids, "token_ids").tolist()
         blocks = unpack_int32(new.block_ids, "block_ids").tolist()
         assert new.num_computed_tokens < len(token_ids)

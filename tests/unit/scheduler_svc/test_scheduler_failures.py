@@ -265,19 +265,6 @@ async def test_worker_with_another_model_is_not_used(folder, worker, connect):
     await stranger.die()
 
 
-async def test_worker_with_other_adapters_is_not_used(folder, worker, connect):
-    async with running_scheduler(folder, [worker.target]) as scheduler:
-        await connect(scheduler.target)
-        await worker.die()
-        other = FakeWorker(worker.target)
-        other.info.model.adapters.add(name="sql", digest=bytes(32))
-        await other.start()
-        why = "LoRA adapters 'sql' 00000000); this scheduler serves model 'fake' (vocab_size 1000)"
-        while why not in (await wait_until_not_ready(scheduler))[1]["status"]:
-            pass
-        await other.die()
-
-
 async def test_scheduler_waits_for_a_worker_and_says_so(folder, worker, connect):
     worker.attach_error = grpc.StatusCode.UNAVAILABLE
     async with running_scheduler(folder, [worker.target]) as scheduler:

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
-from openai_fakes import FakeInference
+from openai_fakes import FakeAdapters, FakeInference
 
 from router.openai.face import routes
 
@@ -14,10 +14,15 @@ async def inference() -> FakeInference:
 
 
 @pytest.fixture
-async def server(inference) -> AsyncIterator[tuple[str, int]]:
+def adapters() -> FakeAdapters:
+    return FakeAdapters()
+
+
+@pytest.fixture
+async def server(inference, adapters) -> AsyncIterator[tuple[str, int]]:
     """The face on a loopback port, run as `rpc.server` runs it."""
     app = web.Application()
-    app.add_routes(routes(inference, max_body_bytes=2**20))
+    app.add_routes(routes(inference, adapters, max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

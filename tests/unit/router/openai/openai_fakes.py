@@ -121,12 +121,11 @@ class FakeText:
         del model
         return self.template
 
-    def token_text(self, model: str, token_id: int) -> str:
-        del model
+    def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
-    def token_bytes(self, model: str, token_id: int) -> bytes:
-        return self.token_text(model, token_id).encode()
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
 
     async def tokenize(
         self, model: str, text: str, *, add_special_tokens: bool = True

@@ -127,7 +127,7 @@ async def test_streamed_legacy_logprobs_continue_their_offsets(client):
 
 async def test_of_tokens_with_the_same_text_the_likeliest_is_shown(client, inference):
     inference.script = spell("x")
-    inference.text.token_text = lambda _model, _token_id: "same"
+    inference.text.token_text = lambda _token_id: "same"
     completion = await client.completions.create(model="org/tiny", prompt="x", logprobs=2)
     assert completion.choices[0].logprobs.top_logprobs == [{"same": -2.0}]
 

@@ -1,0 +1,56 @@
+"""`quire lora`: loads and unloads LoRA adapters of a service that works, and lists them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.cli.settings import LoraSettings
+from quire.cli.target import connection_errors, find_scheduler
+from quire.v1 import adapters_pb2
+from quire.v1.adapters_pb2_grpc import AdapterServiceStub
+from rpc.channel import open_blocking_channel
+from rpc.settings import parse_settings
+from rpc.status import calling
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire lora`; give the exit code."""
+    settings = parse_settings(LoraSettings, "quire lora", argv)
+    target = settings.scheduler or find_scheduler()
+    with (
+        connection_errors(target),
+        open_blocking_channel(target, tls=settings.client_tls) as channel,
+        calling(),
+    ):
+        stub = AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+        match settings.action:
+            case "load":
+                print(_load(stub, settings.adapter))
+            case "unload":
+                stub.UnloadAdapter(adapters_pb2.UnloadAdapterRequest(name=settings.adapter))
+                print(f"{settings.adapter} is unloaded")
+            case "list":
+                listed = stub.ListAdapters(adapters_pb2.ListAdaptersRequest())
+                print(describe(listed.adapters))
+    return 0
+
+
+def describe(adapters: Sequence[adapters_pb2.LoadedAdapter]) -> str:
+    """Say in a table which there are."""
+    if not adapters:
+        return "no adapters are loaded"
+    width = max(len(each.adapter.name) for each in adapters)
+    return "\n".join(
+        f"{each.adapter.name:<{width}}  {each.adapter.digest.hex()[:8]}  {each.adapter.directory}"
+        + ("  (being unloaded)" if each.is_leaving else "")
+        for each in adapters
+    )
+
+
+def _load(stub: AdapterServiceStub, adapter: str) -> str:
+    name, _, directory = adapter.partition("=")
+    # Relative to where the user is, not to where a worker happens to run.
+    path = Path(directory).expanduser().absolute()
+    request = adapters_pb2.LoadAdapterRequest(name=name, directory=str(path))
+    loaded = stub.LoadAdapter(request)
+    how = "was loaded already" if loaded.was_there else "is loaded"
+    return f"{name} {how}: {loaded.adapter.digest.hex()[:8]} from {loaded.adapter.directory}"

@@ -1,0 +1,45 @@
+"""The gRPC face of what operators do with LoRA adapters: `quire.v1.AdapterService`."""
+
+from functools import partial
+
+from quire.v1 import adapters_pb2, adapters_pb2_grpc
+from router.adapters import Adapters
+from router.grpc_call import CallContext
+from rpc.grpc_server import Service
+
+
+class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
+    """Answers calls; what is raised becomes status in the server's interceptor."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: adapters_pb2.LoadAdapterRequest, context: CallContext
+    ) -> adapters_pb2.LoadAdapterResponse:
+        """Has all schedulers load one."""
+        return await self._adapters.load(request.name, request.directory, context.peer())
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
+    ) -> adapters_pb2.UnloadAdapterResponse:
+        """Has all schedulers unload one."""
+        await self._adapters.unload(request.name, context.peer())
+        return adapters_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, _request: adapters_pb2.ListAdaptersRequest, context: CallContext
+    ) -> adapters_pb2.ListAdaptersResponse:
+        """Lists those of all schedulers."""
+        adapters = await self._adapters.loaded(context.peer())
+        return adapters_pb2.ListAdaptersResponse(adapters=adapters)
+
+
+def adapter_service(adapters: Adapters) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return Service(
+        name=adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
+        add=partial(
+            adapters_pb2_grpc.add_AdapterServiceServicer_to_server, AdapterServicer(adapters)
+        ),
+    )

@@ -1,0 +1,253 @@
+"""LoRA adapters that come and go while a scheduler works: at all its workers, known to routers."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
+from scheduler_harness import FakeRouter, get, running_scheduler, wait_until_not_ready
+
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2
+
+pytestmark = pytest.mark.timeout(30)
+
+A, B = "/adapters/a", "/adapters/b"
+SQL = adapter("sql", A)
+
+
+class Router(FakeRouter):
+    """One that also operates."""
+
+    def __init__(self, target):
+        super().__init__(target)
+        self.adapters = adapters_pb2_grpc.AdapterServiceStub(self.channel)
+
+    async def load_adapter(self, name, directory):
+        request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
+        loaded = await self.adapters.LoadAdapter(request)
+        await self.read_until(lambda: name in self.told)
+        return loaded
+
+    async def unload_adapter(self, name):
+        await self.adapters.UnloadAdapter(adapters_pb2.UnloadAdapterRequest(name=name))
+
+    async def listed(self):
+        answer = await self.adapters.ListAdapters(adapters_pb2.ListAdaptersRequest())
+        return [(each.adapter.name, each.adapter.directory) for each in answer.adapters]
+
+    @property
+    def told(self):
+        """The names of which it was told last."""
+        for message in reversed(self.messages):
+            if message.step.HasField("adapters"):
+                return [each.name for each in message.step.adapters.adapters]
+        return [each.name for each in self.welcome.model.adapters]
+
+
+@contextlib.asynccontextmanager
+async def service(folder, num_workers, before=lambda _: None):
+    """A scheduler with so many workers attached, and a router; `before` is called with them."""
+    workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
+    before(workers)
+    for worker in workers:
+        await worker.start()
+    async with running_scheduler(folder, [worker.target for worker in workers]) as scheduler:
+        router = await Router(scheduler.target).connect()
+        await router.wait_for_load(lambda load: load.num_workers == num_workers)
+        yield scheduler, router, *workers
+        await router.disconnect()
+    for worker in workers:
+        await worker.die()
+
+
+async def refusal(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code().name, caught.value.details()
+
+
+async def test_all_workers_load_and_the_router_is_told(folder):
+    async with service(folder, 2) as (_, router, *workers):
+        assert router.told == []
+        loaded = await router.load_adapter("sql", A)
+        assert (loaded.adapter, loaded.was_there) == (SQL, False)
+        assert [worker.adapters.names for worker in workers] == [["sql"], ["sql"]]
+        assert router.told == ["sql"]
+        assert await router.listed() == [("sql", A)]
+        await router.submit(0, [1, 2], adapter=SQL)
+        await router.read_until_finished(0)
+        assert router.tokens[0] == expected_tokens([1, 2], 8)
+        assert (await router.load_adapter("sql", A)).was_there
+
+
+async def test_if_one_refuses_none_has_it(folder):
+    async with service(folder, 3) as (_, router, first, second, third):
+        second.adapters.error = grpc.StatusCode.INVALID_ARGUMENT, "directory is not there"
+        code, details = await refusal(router.load_adapter("sql", A))
+        assert code == "INVALID_ARGUMENT"
+        assert second.target in details
+        assert first.adapters.names == third.adapters.names == []
+        assert await router.listed() == []
+        await router.submit(0, [1, 2], adapter=SQL)
+        await router.read_until(lambda: 0 in router.refused)
+        second.adapters.error = None
+        await router.load_adapter("sql", A)
+
+
+async def test_another_of_the_name_is_refused_and_the_first_stays(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.load_adapter("sql", A)
+        code, details = await refusal(router.load_adapter("sql", B))
+        assert (code, details) == (
+            "ALREADY_EXISTS",
+            f"worker {worker.target}: it has other contents",
+        )
+        assert await router.listed() == [("sql", A)]
+
+
+async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_end(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        await router.submit(0, [1, 2], max_tokens=20, adapter=SQL)
+        await router.wait_for_live(1)
+        unloading = asyncio.create_task(router.unload_adapter("sql"))
+        await router.read_until(lambda: router.told == [])
+        await router.submit(10, [1, 2], adapter=SQL)
+        await router.read_until(lambda: 10 in router.refused)
+        refused = router.refused[10]
+        assert refused.code == grpc.StatusCode.NOT_FOUND.value[0]
+        assert refused.message.startswith("LoRA adapter 'sql' (61616161) is not served")
+        code, details = await refusal(router.unload_adapter("sql"))
+        assert (code, details) == (
+            "FAILED_PRECONDITION",
+            "LoRA adapter 'sql' is being unloaded",
+        )
+        assert worker.adapters.names == ["sql"]
+        assert not unloading.done()
+        worker.resume()
+        await router.read_until_finished(0)
+        assert router.tokens[0] == expected_tokens([1, 2], 20)
+        await unloading
+        assert worker.adapters.names == await router.listed() == []
+        code, details = await refusal(router.unload_adapter("sql"))
+        assert (code, details) == ("NOT_FOUND", "LoRA adapter 'sql' is not loaded")
+
+
+async def test_a_request_that_has_begun_comes_again_while_its_adapter_leaves(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        await router.submit(0, [1, 2], adapter=SQL)
+        await router.wait_for_live(1)
+        unloading = asyncio.create_task(router.unload_adapter("sql"))
+        await router.read_until(lambda: router.told == [])
+        tokens = expected_tokens([1, 2], 8)
+        so_far = scheduler_pb2.OutputSoFar(
+            token_ids=b"".join(t.to_bytes(4, "little") for t in tokens[:3])
+        )
+        await router.submit(10, [1, 2], adapter=SQL, outputs=[so_far])
+        await router.wait_for_live(2)
+        worker.resume()
+        await router.read_until_finished(0, 10)
+        assert router.tokens[10] == tokens[3:]
+        await unloading
+
+
+async def test_a_worker_that_comes_back_without_an_adapter_loads_it(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        await router.submit(0, [1, 2], max_tokens=20, adapter=SQL)
+        await router.wait_for_live(1)
+        await worker.run_until_answered(3)
+        await worker.die()
+        del worker.info.model.adapters[:]
+        await worker.start()
+        worker.resume()
+        await router.read_until_finished(0)
+        assert router.tokens[0] == expected_tokens([1, 2], 20)
+        assert worker.adapters.names == ["sql"]
+
+
+async def test_a_worker_that_comes_back_with_what_was_unloaded_unloads_it(folder):
+    def load(workers):
+        workers[0].adapters.add("sql", A)
+
+    async with service(folder, 1, load) as (_, router, worker):
+        assert router.told == ["sql"]
+        await router.unload_adapter("sql")
+        await worker.die()
+        worker.adapters.add("sql", A)  # a flag of its
+        await worker.start()
+        await router.wait_for_load(lambda load: load.num_workers == 1)
+        assert worker.adapters.names == await router.listed() == []
+
+
+async def test_what_one_worker_has_the_others_load(folder):
+    def load(workers):
+        workers[0].adapters.add("sql", A)
+        workers[1].adapters.add("chat", B)
+
+    async with service(folder, 2, load) as (_, router, first, second):
+        assert await router.listed() == [("chat", B), ("sql", A)]
+        assert sorted(first.adapters.names) == sorted(second.adapters.names) == ["chat", "sql"]
+
+
+async def test_the_next_scheduler_learns_what_was_loaded_from_its_workers(folder):
+    worker = await FakeWorker(f"unix:{folder}/w").start()
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await Router(scheduler.target).connect()
+        await router.load_adapter("sql", A)
+        await router.disconnect()
+    async with running_scheduler(folder, [worker.target], socket="t") as scheduler:
+        router = await Router(scheduler.target).connect()
+        assert router.told == ["sql"]
+        await router.unload_adapter("sql")
+        await router.disconnect()
+    await worker.die()
+
+
+async def test_a_worker_with_another_of_the_name_is_not_used(folder):
+    other = FakeWorker(f"unix:{folder}/w1")
+    other.adapters.add("sql", B)
+    async with service(folder, 1) as (scheduler, router, worker):
+        await router.load_adapter("sql", A)
+        await worker.die()
+        other.target = worker.target
+        await other.start()
+        why = "it holds LoRA adapter 'sql' (62626262); this scheduler serves LoRA adapter 'sql' (61"
+        while why not in (await wait_until_not_ready(scheduler))[1]["status"]:
+            pass
+        await other.die()
+
+
+async def test_the_only_worker_is_used_even_if_an_adapter_is_there_no_more(folder):
+    async with service(folder, 1) as (scheduler, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        await router.submit(0, [1, 2], max_tokens=20, adapter=SQL)
+        await router.submit(10, [1, 2], max_tokens=20)
+        await router.wait_for_live(2)
+        await worker.die()
+        del worker.info.model.adapters[:]
+        worker.adapters.error = grpc.StatusCode.INVALID_ARGUMENT, "directory is gone"
+        worker.resume()
+        await worker.start()
+        await router.read_until_finished(10)
+        await router.read_until(lambda: 0 in router.refused)
+        assert router.refused[0].code == grpc.StatusCode.NOT_FOUND.value[0]
+        assert router.told == []
+        assert (await get(scheduler, "/ready"))[0] == 200
+
+
+async def test_it_is_loaded_even_if_the_caller_leaves(folder):
+    async with service(folder, 1) as (_, router, worker):
+        worker.adapters.may_load.clear()
+        call = router.adapters.LoadAdapter(adapters_pb2.LoadAdapterRequest(name="sql", directory=A))
+        asking = asyncio.ensure_future(refusal(call))
+        await worker.adapters.was_asked.wait()
+        asking.cancel()
+        worker.adapters.may_load.set()
+        await router.read_until(lambda: router.told == ["sql"])
