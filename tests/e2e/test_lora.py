@@ -1,7 +1,9 @@
 """Requests for an adapter get the tokens of weights merged with it, whatever else is served."""
 
+import hashlib
 import json
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import grpc
 import pytest
 import torch
 
+from quire.cli.__main__ import main as quire
 from quire.v1 import common_pb2, inference_pb2
 from tests.e2e.child import eventually
 from tests.e2e.generation import Result, generate_request, read
@@ -25,6 +28,8 @@ PROMPTS = [
     for length in (50, 50, 50, 7, 90, 33)
 ]
 MODELS = ("", "sql", "chat")
+LATE = "late"
+"""An adapter that the service is not started with."""
 CHUNK = 16
 SMALL_POOL_BLOCKS = 40
 """Room for some of the sequences, not for all."""
@@ -48,19 +53,20 @@ def case(model_dirs: ModelDirs, tmp_path_factory: pytest.TempPathFactory) -> Cas
     adapters = {
         "sql": make_adapter(root / "sql", model, seed=1),
         "chat": make_adapter(root / "chat", model, 2, rank=3, targets=("q_proj", "v_proj")),
+        LATE: make_adapter(root / LATE, model, seed=3),
     }
     merged = {"": model}
     merged |= {name: merge(root / f"merged-{name}", model, adapters[name]) for name in adapters}
-    outputs = {name: greedy_tokens(merged[name], PROMPTS, NUM_TOKENS) for name in MODELS}
+    outputs = {name: greedy_tokens(merged[name], PROMPTS, NUM_TOKENS) for name in (*MODELS, LATE)}
     return Case(model, adapters, merged, outputs)
 
 
 @pytest.fixture(scope="module")
 def service(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    worker = [f"--lora={name}={path}" for name, path in case.adapters.items()]
+    worker = [f"--lora={name}={case.adapters[name]}" for name in ("sql", "chat")]
     worker += [f"--num-blocks={SMALL_POOL_BLOCKS}", "--served-model-name=tiny"]
     scheduler = [f"--max-prefill-chunk={CHUNK}"]
-    router = ["--served-model-name=tiny"]
+    router = ["--served-model-name=tiny", "--local-drain"]
     with Service(
         run_dir(), case.model, worker=worker, scheduler=scheduler, router=router
     ) as service:
@@ -164,3 +170,76 @@ def test_an_adapter_is_chosen_by_model_alone(service: Service):
     request = inference_pb2.GenerateRequest(text="x", sampling=sampling)
     with pytest.raises(grpc.RpcError, match=r"sampling\.adapter is set; name the adapter in model"):
         read(service.stub.Generate(request, timeout=30))
+
+
+def _post_text(service: Service, path: str, **body: str) -> str:
+    request = urllib.request.Request(
+        f"{service.url}{path}", json.dumps(body).encode(), method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read().decode()
+
+
+def _listed(service: Service) -> list[str]:
+    return [m["id"] for m in service.get_json(service.router, "/v1/models")[1]["data"]]
+
+
+def _refused(service: Service, model: str) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        read(service.stub.Generate(_request(PROMPTS[3], model), timeout=30))
+    return caught.value.code()
+
+
+def test_an_adapter_comes_and_goes_while_others_stream(
+    service: Service, case: Case, capsys: pytest.CaptureFixture[str]
+):
+    directory = case.adapters[LATE]
+    scheduler = ["--scheduler", f"unix:{service.uds['scheduler']}"]
+    assert _refused(service, LATE) is grpc.StatusCode.NOT_FOUND
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(_read_all, service, [_request(PROMPTS[0], name) for name in MODELS])
+        eventually(lambda: service.load().num_requests_running or None, "they run")
+        told = _post_text(
+            service, "/v1/load_lora_adapter", lora_name=LATE, lora_path=str(directory)
+        )
+        assert told == "Success: LoRA adapter 'late' added successfully."
+        assert _listed(service) == ["tiny", "chat", "late", "sql"]
+        (result,) = _read_all(service, [_request(PROMPTS[1], LATE)])
+        assert result.outputs == [case.outputs[LATE][1]]
+        assert [r.outputs for r in others.result()] == [[case.outputs[name][0]] for name in MODELS]
+
+        # The next scheduler learns of it from the worker.
+        going_on = pool.submit(_read_all, service, [_request(PROMPTS[4], LATE)])
+        eventually(lambda: service.load().num_requests_running or None, "it runs")
+        service.scheduler.kill()
+        service.start_scheduler()
+        assert going_on.result()[0].outputs == [case.outputs[LATE][4]]
+    service.wait_until_ready()
+    assert _listed(service) == ["tiny", "chat", "late", "sql"]
+
+    # Nor does a worker that restarts lack it: the scheduler knows where it is.
+    service.worker.kill()
+    service.start_worker()
+    (result,) = _read_all(service, [_request(PROMPTS[2], LATE)])
+    assert result.outputs == [case.outputs[LATE][2]]
+    capsys.readouterr()
+    assert quire(["lora", *scheduler]) == 0
+    assert f"late  {_digest(directory)}  {directory}" in capsys.readouterr().out
+
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(_read_all, service, [_request(PROMPTS[5], LATE)])
+        eventually(lambda: service.load().num_requests_running or None, "it runs")
+        _post_text(service, "/v1/unload_lora_adapter", lora_name=LATE)
+        assert last.result()[0].outputs == [case.outputs[LATE][5]]
+    assert _listed(service) == ["tiny", "chat", "sql"]
+    assert _refused(service, LATE) is grpc.StatusCode.NOT_FOUND
+    assert quire(["lora", "load", f"{LATE}={directory.parent}", *scheduler]) == 1
+    assert "adapter_config.json" in capsys.readouterr().err
+
+
+def _digest(directory: Path) -> str:
+    parts = [
+        hashlib.sha256((directory / name).read_bytes()).digest()
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    ]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
