@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 import grpc
 import grpc.aio
 
-from quire.v1 import common_pb2, kv_pb2, scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    common_pb2,
+    kv_pb2,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+)
 from rpc.packing import pack_int32, pack_uint64
 from rpc.silence import BEAT_S
 
@@ -18,6 +25,10 @@ ERROR = common_pb2.FINISH_REASON_ERROR
 VOCAB_SIZE = 500
 MAX_MODEL_LEN = 64
 EOS = 1
+
+
+def adapter(name):
+    return common_pb2.LoraAdapter(name=name, digest=name.encode() * 32)
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -34,6 +45,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.vocab_size = VOCAB_SIZE
         self.adapters = ()
         """Names of adapters; the digest is the name over and over."""
+        self.bad_directory = None
+        """Where there is no adapter."""
         self.resume_grace_s = 60.0
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
@@ -51,6 +64,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def start(self):
         self._server = grpc.aio.server()
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
 
@@ -112,10 +126,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_model_len=MAX_MODEL_LEN,
             vocab_size=self.vocab_size,
             eos_token_ids=[EOS],
-            adapters=[
-                common_pb2.LoraAdapter(name=name, digest=name.encode() * 32)
-                for name in self.adapters
-            ],
+            adapters=map(adapter, self.adapters),
         )
         welcome = scheduler_pb2.SchedulerWelcome(
             epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
@@ -175,6 +186,32 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Says how many tokens a request may have from now on."""
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
+    async def tell_adapters(self, *names):
+        """Says which adapters requests may have from now on."""
+        self.adapters = names
+        served = scheduler_pb2.ServedAdapters(adapters=map(adapter, names))
+        step = scheduler_pb2.StepOutput(adapters=served)
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
+    async def LoadAdapter(self, request, context):  # noqa: N802
+        if request.directory == self.bad_directory:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "directory is bad")
+        was_there = request.name in self.adapters
+        if not was_there:
+            await self.tell_adapters(*self.adapters, request.name)
+        return adapters_pb2.LoadAdapterResponse(adapter=adapter(request.name), was_there=was_there)
+
+    async def UnloadAdapter(self, request, context):  # noqa: N802
+        if request.name not in self.adapters:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.name!r} is not loaded")
+        await self.tell_adapters(*(name for name in self.adapters if name != request.name))
+        return adapters_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request, context):  # noqa: N802, ARG002
+        return adapters_pb2.ListAdaptersResponse(
+            adapters=[adapters_pb2.LoadedAdapter(adapter=adapter(name)) for name in self.adapters]
+        )
 
     async def resumed(self, submit, first_seq_key, so_far=None):
         """Hands over a request that was submitted before; `so_far` is a StepOutput."""

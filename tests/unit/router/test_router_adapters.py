@@ -6,8 +6,10 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from router.adapters import Adapters
 from router.domain import FinishReason, GenerateRequest, OutputFinished
-from rpc.errors import NotFoundError
+from rpc.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
+from rpc.operators import Operators
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -79,3 +81,76 @@ async def test_a_request_is_submitted_again_with_its_adapter_and_others_go_on_wi
     ends = [event async for event in plain if isinstance(event, OutputFinished)]
     assert [end.reason for end in ends] == [FinishReason.LENGTH]
     await adapted.aclose()
+
+
+def names(inference):
+    return [info.id for info in inference.model.infos()]
+
+
+async def next_infos(router):
+    """What is listed, once the scheduler has told something new."""
+    await router.inference._schedulers.model_change()
+    return names(router.inference)
+
+
+async def test_adapters_come_and_go_as_the_scheduler_tells(router):
+    changed = asyncio.create_task(next_infos(router))
+    await asyncio.sleep(0)
+    await router.scheduler.tell_adapters("a", "b")
+    assert await changed == ["tiny", "a", "b"]
+    live, submit = await start(router, "b")
+    assert submit.sampling.adapter.digest == b"b" * 32
+    changed = asyncio.create_task(next_infos(router))
+    await asyncio.sleep(0)
+    await router.scheduler.tell_adapters("a")
+    assert await changed == ["tiny", "a"]
+    with pytest.raises(NotFoundError, match="model 'b' is not served"):
+        await start(router, "b")
+    # What has begun goes on, and the text of its tokens is told.
+    key = submit.first_seq_key
+    await router.scheduler.step({key: [5]}, finished={key: LENGTH})
+    ends = [event async for event in live if isinstance(event, OutputFinished)]
+    assert [end.reason for end in ends] == [FinishReason.LENGTH]
+    assert router.inference.text.token_text(70)
+
+
+def operated(router, check_operator=None):
+    operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
+    return Adapters(router.inference._schedulers, router.inference.model, operators)
+
+
+async def test_what_is_loaded_is_listed_when_the_call_returns(router):
+    adapters = operated(router)
+    loaded = await adapters.load("a", "/adapters/a", "unix:")
+    assert (loaded.adapter.name, loaded.was_there) == ("a", False)
+    assert names(router.inference) == ["tiny", "a"]
+    assert (await adapters.load("a", "/adapters/a", "unix:")).was_there
+    assert [each.adapter.name for each in await adapters.loaded("unix:")] == ["a"]
+    await adapters.unload("a", "unix:")
+    assert await adapters.loaded("unix:") == []
+    with pytest.raises(NotFoundError, match="'a' is not loaded"):
+        await adapters.unload("a", "unix:")
+
+
+async def test_an_adapter_cannot_have_the_models_name(router):
+    with pytest.raises(InvalidArgumentError, match="name is 'tiny', which is what requests call"):
+        await operated(router).load("tiny", "/adapters/a", "unix:")
+    assert router.scheduler.adapters == ()
+
+
+async def test_only_operators_may(router):
+    def refuse():
+        raise PermissionDeniedError("a tenant's key")
+
+    for adapters, peer, problem in (
+        (operated(router), "ipv4:127.0.0.1:4711", "by its Unix socket or, with --local-drain"),
+        (operated(router, refuse), "unix:", "a tenant's key"),
+    ):
+        for call in (
+            adapters.load("a", "/adapters/a", peer),
+            adapters.unload("a", peer),
+            adapters.loaded(peer),
+        ):
+            with pytest.raises(PermissionDeniedError, match=problem):
+                await call
+    assert router.scheduler.adapters == ()

@@ -16,7 +16,7 @@ from yarl import URL
 
 from quire.client import AsyncClient
 from quire.types import SamplingParams
-from quire.v1 import inference_pb2
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, inference_pb2
 from router.api_keys import ApiKeysError, read_keys_file
 from router.settings import RouterSettings
 from rpc import logs
@@ -140,6 +140,23 @@ async def test_the_page_is_anybodys_and_what_it_shows_is_not(router):
             assert response.status == status
         async with router.http.get(f"/ui/api/{path}", headers=operator) as response:
             assert response.status == 200
+
+
+async def test_only_an_operator_loads_adapters_by_whichever_face(router):
+    request = adapters_pb2.LoadAdapterRequest(name="a", directory="/adapters/a")
+    stub = adapters_pb2_grpc.AdapterServiceStub(router.channel)
+    body = {"lora_name": "b", "lora_path": "/adapters/b"}
+    for key, code, status in ((None, "UNAUTHENTICATED", 401), (ALICE, "PERMISSION_DENIED", 403)):
+        assert (await failure(stub.LoadAdapter(request, metadata=bearer(key)))).code().name == code
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with router.http.post("/v1/load_lora_adapter", json=body, headers=headers) as answer:
+            assert answer.status == status
+    assert router.scheduler.adapters == ()
+    await stub.LoadAdapter(request, metadata=bearer(OPERATOR))
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    async with router.http.post("/v1/load_lora_adapter", json=body, headers=headers) as answer:
+        assert answer.status == 200
+    assert router.scheduler.adapters == ("a", "b")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from router_fake_scheduler import LENGTH, FakeScheduler
 
 from quire.v1 import kv_pb2
 from router import schedulers as schedulers_module
+from router.adapters import Adapters
 from router.domain import GenerateRequest, OutputDelta, ResumeRequest
 from router.inference import Inference
 from router.scheduler_choice import Candidate, choose
@@ -17,8 +18,9 @@ from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
 from rpc.discovery import Discovery
-from rpc.errors import NotFoundError, TooBusyError, UnavailableError
+from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from rpc.health import Health
+from rpc.operators import Operators
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -291,6 +293,35 @@ async def test_a_scheduler_with_another_model_than_the_others_is_left_out(model_
         live = await pool.start((5, 6, 7))
         await one.submits.get()
         await live.aclose()
+
+
+async def test_a_request_goes_where_its_adapter_is(model_dir, pair):
+    _, other = pair
+    other.adapters = ("a",)
+    for fake in pair:
+        await fake.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(2)
+        assert [info.id for info in pool.inference.model.infos()] == ["tiny", "a"]
+        for first in range(8):
+            live, submit, home, _ = await place(pool, pair, [first + 5] * 8, model="a")
+            assert home is other
+            assert submit.sampling.adapter.name == "a"
+            await live.aclose()
+
+
+async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
+    operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
+    adapters = Adapters(pool.schedulers, pool.inference.model, operators)
+    pair[1].bad_directory = "/bad"
+    with pytest.raises(InvalidArgumentError, match="directory is bad"):
+        await adapters.load("a", "/bad", "unix:")
+    assert [fake.adapters for fake in pair] == [(), ()]
+    await adapters.load("a", "/adapters/a", "unix:")
+    assert [fake.adapters for fake in pair] == [("a",), ("a",)]
+    await pair[0].tell_adapters()
+    await adapters.unload("a", "unix:")  # one has none
+    assert [fake.adapters for fake in pair] == [(), ()]
 
 
 class TestChoice:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
+from quire.v1.adapters_pb2 import LoadAdapterResponse
 from router.chat_template import ChatTemplate
 from router.domain import (
     Event,
@@ -177,3 +178,26 @@ class FakeInference:
     async def load(self) -> Load:
         names = [field.name for field in fields(Load)]
         return Load(**{name: number for number, name in enumerate(names)})
+
+
+class FakeAdapters:
+    """What a router has its schedulers do with adapters; they are as many as names are loaded."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.names: set[str] = set()
+        self.refusal: Exception | None = None
+
+    async def load(self, name: str, directory: str, peer: str) -> LoadAdapterResponse:
+        self.calls.append((name, directory, peer))
+        if self.refusal is not None:
+            raise self.refusal
+        was_there = name in self.names
+        self.names.add(name)
+        return LoadAdapterResponse(was_there=was_there)
+
+    async def unload(self, name: str, peer: str) -> None:
+        self.calls.append((name, peer))
+        if name not in self.names:
+            raise NotFoundError(f"LoRA adapter {name!r} is not loaded")
+        self.names.remove(name)

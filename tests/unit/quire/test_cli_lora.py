@@ -1,0 +1,118 @@
+"""`quire lora` against a fake of the scheduler."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from quire.cli import target
+from quire.cli.__main__ import main
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, common_pb2
+from rpc.errors import AlreadyExistsError
+from rpc.status import ErrorInterceptor
+
+HERE = Path("adapters/c").absolute()
+
+
+class FakeScheduler(adapters_pb2_grpc.AdapterServiceServicer):
+    def __init__(self):
+        self.adapters = {}
+        self.leaving = set()
+
+    async def LoadAdapter(self, request, context):  # noqa: N802, ARG002
+        loaded = common_pb2.LoraAdapter(
+            name=request.name, digest=b"\x5a" * 32, directory=request.directory
+        )
+        before = self.adapters.setdefault(request.name, loaded)
+        if before.directory != request.directory:
+            raise AlreadyExistsError("it has other contents")
+        return adapters_pb2.LoadAdapterResponse(adapter=loaded, was_there=before is not loaded)
+
+    async def UnloadAdapter(self, request, context):  # noqa: N802, ARG002
+        del self.adapters[request.name]
+        return adapters_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request, context):  # noqa: N802, ARG002
+        return adapters_pb2.ListAdaptersResponse(
+            adapters=[
+                adapters_pb2.LoadedAdapter(adapter=each, is_leaving=name in self.leaving)
+                for name, each in self.adapters.items()
+            ]
+        )
+
+
+@pytest.fixture
+async def scheduler():
+    fake, server = FakeScheduler(), grpc.aio.server(interceptors=[ErrorInterceptor()])
+    adapters_pb2_grpc.add_AdapterServiceServicer_to_server(fake, server)
+    # pytest's own temporary paths can be longer than a socket's may be.
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        server.add_insecure_port(f"unix:{folder}/s")
+        await server.start()
+        fake.target = f"unix:{folder}/s"
+        yield fake
+        await server.stop(0)
+
+
+async def run(*argv):
+    return await asyncio.to_thread(main, ["lora", *argv])
+
+
+async def test_they_are_loaded_listed_and_unloaded(scheduler, capsys):
+    where = ("--scheduler", scheduler.target)
+    assert await run(*where) == 0
+    assert await run("load", "sql=/adapters/sql", *where) == 0
+    assert await run("load", "chatty=adapters/c", *where) == 0  # from where the user is
+    assert await run("load", "sql=/adapters/sql", *where) == 0
+    scheduler.leaving.add("sql")
+    assert await run("list", *where) == 0
+    assert await run("unload", "sql", *where) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no adapters are loaded",
+        "sql is loaded: 5a5a5a5a from /adapters/sql",
+        f"chatty is loaded: 5a5a5a5a from {HERE}",
+        "sql was loaded already: 5a5a5a5a from /adapters/sql",
+        "sql     5a5a5a5a  /adapters/sql  (being unloaded)",
+        f"chatty  5a5a5a5a  {HERE}",
+        "sql is unloaded",
+    ]
+    assert list(scheduler.adapters) == ["chatty"]
+
+
+async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
+    await run("load", "sql=/adapters/sql", "--scheduler", scheduler.target)
+    assert await run("load", "sql=/other", "--scheduler", scheduler.target) == 1
+    assert capsys.readouterr().err == "quire: it has other contents\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["load"], "load: must be followed by NAME=DIR; '' is not"),
+        (["load", "sql"], "load: must be followed by NAME=DIR; 'sql' is not"),
+        (["unload"], "unload: must be followed by NAME; '' is not"),
+        (["unload", "sql=x"], "unload: must be followed by NAME; 'sql=x' is not"),
+        (["list", "sql"], "list: takes no adapter, and 'sql' is given"),
+        (["drop", "sql"], "action"),
+    ],
+)
+async def test_what_makes_no_sense_is_said(argv, problem, capsys):
+    with pytest.raises(SystemExit) as caught:
+        await run(*argv, "--scheduler", "unix:/nowhere")
+    assert caught.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+async def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as caught:
+        await run("--help")
+    assert caught.value.code == 0
+    assert "quire lora load NAME=DIR" in " ".join(capsys.readouterr().out.split())
+
+
+async def test_it_needs_a_scheduler(capsys, monkeypatch):
+    monkeypatch.setattr(target, "running_services", lambda: iter(()))
+    assert await run("unload", "sql") == 1
+    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
