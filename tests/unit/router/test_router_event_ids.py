@@ -9,10 +9,12 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from quire.v1 import scheduler_pb2
+from router.adapters import Adapters
 from router.domain import FinishReason, OutputDelta, OutputFinished, OutputReceived
 from router.openai.event_ids import StreamPosition, parse_event_id
 from router.openai.face import routes
 from rpc.errors import InvalidArgumentError
+from rpc.operators import Operators
 from rpc.packing import pack_int32, pack_uint64
 
 pytestmark = pytest.mark.timeout(20)
@@ -24,7 +26,9 @@ TEXT = "one 🙂 two three"
 @pytest.fixture
 async def http(router):
     app = web.Application()
-    app.add_routes(routes(router.inference))
+    operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
+    adapters = Adapters(router.inference._schedulers, router.inference.model, operators)
+    app.add_routes(routes(router.inference, adapters))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
