@@ -159,14 +159,17 @@ class Adapters:
         return True
 
     async def _settle(self, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
-        kept = {}
+        is_alone = not self._roster.sessions
+        kept: dict[str, LoraAdapter] = {}
         for adapter in has:
-            held = self._held.get(adapter.name)
             if adapter in self._unloaded:
                 await worker.unload_adapter(adapter.name)
-            elif held in (None, adapter):
-                kept[adapter.name] = adapter
-            else:
+                continue
+            kept[adapter.name] = adapter
+            held = self._held.get(adapter.name, adapter)
+            if held != adapter and is_alone:  # its flags name a newer one
+                self._drop(adapter.name)
+            elif held != adapter:
                 raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {held}")
         for name in sorted(kept.keys() - self._held.keys()):
             adapter = kept[name]
@@ -181,8 +184,8 @@ class Adapters:
         for name in sorted(self._held.keys() - kept.keys()):
             try:
                 await self._load_same(worker, self._held[name])
-            except (FailedPreconditionError, InvalidArgumentError) as error:
-                if self._roster.sessions:
+            except QuireError as error:
+                if not is_alone or isinstance(error, UnavailableError):
                     raise
                 # The only worker is worth more than an adapter that is there no more.
                 log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400

@@ -6,7 +6,7 @@ import contextlib
 import grpc
 import pytest
 from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
-from scheduler_harness import FakeRouter, get, running_scheduler, wait_until_not_ready
+from scheduler_harness import FakeRouter, get, running_scheduler
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2
 
@@ -181,8 +181,8 @@ async def test_a_worker_that_comes_back_with_what_was_unloaded_unloads_it(folder
         await worker.die()
         worker.adapters.add("sql", A)  # a flag of its
         await worker.start()
-        await router.wait_for_load(lambda load: load.num_workers == 1)
-        assert worker.adapters.names == await router.listed() == []
+        await router.wait_for_load(lambda _: not worker.adapters.names)
+        assert await router.listed() == []
 
 
 async def test_what_one_worker_has_the_others_load(folder):
@@ -212,14 +212,20 @@ async def test_the_next_scheduler_learns_what_was_loaded_from_its_workers(folder
 async def test_a_worker_with_another_of_the_name_is_not_used(folder):
     other = FakeWorker(f"unix:{folder}/w1")
     other.adapters.add("sql", B)
-    async with service(folder, 1) as (scheduler, router, worker):
+    async with service(folder, 2) as (scheduler, router, first, second):
         await router.load_adapter("sql", A)
-        await worker.die()
-        other.target = worker.target
+        await second.die()
+        other.target = second.target
         await other.start()
         why = "it holds LoRA adapter 'sql' (62626262); this scheduler serves LoRA adapter 'sql' (61"
-        while why not in (await wait_until_not_ready(scheduler))[1]["status"]:
+        while why not in (await get(scheduler, "/ready"))[1]["status"]:
             pass
+        await first.die()  # as the only one it is worth more than the name
+        while await router.listed() != [("sql", B)]:
+            pass
+        await router.submit(0, [1, 2], adapter=adapter("sql", B))
+        await router.read_until_finished(0)
+        assert other.adapters.names == ["sql"]
         await other.die()
 
 
