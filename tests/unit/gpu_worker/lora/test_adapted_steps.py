@@ -84,7 +84,7 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def generate(self, prompts, numbers, starts=None):
+    def generate(self, prompts, numbers, starts=None, before_step=lambda _: None):
         """The tokens of each prompt under the adapter of its number, and their logprobs."""
         starts = starts or [0] * len(prompts)
         left = [len(prompt) for prompt in prompts]
@@ -93,6 +93,7 @@ class Worker:
         released, step_id = [], 0
         while len(released) < len(prompts):
             step_id += 1
+            before_step(step_id)
             new = [i for i, start in enumerate(starts) if start == step_id - 1]
             chunks = [i for i, n in enumerate(left) if n and starts[i] < step_id]
             lens = [min(left[i], CHUNK) for i in chunks]
@@ -193,6 +194,25 @@ def test_one_prompt_under_all(case):
     results = token_lists(Worker(case).generate(ONE_PROMPT, [0, 1, 2]))
     assert results == expected(case, ONE_PROMPT, [0, 1, 2])
     assert len({tuple(tokens) for tokens in results}) == 3
+
+
+def test_one_comes_while_others_run_and_goes_when_its_row_is_released(case):
+    worker = Worker(case)
+    root = case.merged[1].parent
+    late = load_adapter("late", root / "b", open_model(case.model, "").config, torch.float32, CPU)
+    held = {}
+
+    def change(step_id):
+        if step_id == 3:
+            worker.executor.add_adapter(3, late)
+        if step_id == 8:
+            worker.executor.remove_adapter(3)
+            held.update(worker.executor._adapters.by_number)
+
+    results = worker.generate(PROMPTS[:2], [1, 3], starts=[0, 4], before_step=change)
+    assert token_lists(results) == expected(case, PROMPTS[:2], [1, 2])
+    assert sorted(held) == [1, 2, 3]
+    assert sorted(worker.executor._adapters.by_number) == [1, 2]
 
 
 @pytest.fixture(scope="module")
