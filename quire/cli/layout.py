@@ -195,6 +195,7 @@ def plan(
         *_flags(settings, _ROUTER),
         *(() if settings.reflection else ("--no-reflection",)),
         *(() if settings.ui else ("--no-ui",)),
+        *(("--local-drain",) if settings.local_drain else ()),  # the others listen on Unix sockets
         group=0,
         **_secrets(settings),
     )

@@ -85,6 +85,15 @@ def test_only_the_router_hears_that_there_shall_be_no_page():
     assert router_flags == {(): [], ("--no-ui",): ["router"]}
 
 
+def test_only_the_router_is_told_to_obey_operators_from_this_machine():
+    """It alone listens at TCP."""
+    obeying = {
+        flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--local-drain" in spec.argv]
+        for flags in ((), ("--local-drain",))
+    }
+    assert obeying == {(): [], ("--local-drain",): ["router"]}
+
+
 def test_processes_are_joined_by_sockets_in_the_private_directory():
     worker, scheduler, router = plan(parse_up()).specs
     assert value_of("--uds", worker.argv) == "/run/quire/worker-0.sock"
