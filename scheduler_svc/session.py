@@ -27,7 +27,7 @@ from scheduler_svc.core.load import (
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
-from scheduler_svc.core.successor import Successor
+from scheduler_svc.core.successor import REUNION_S, Successor
 from scheduler_svc.core_waits import Condition, CoreWaits
 from scheduler_svc.domain import (
     CancelSequences,
@@ -105,7 +105,9 @@ class Session:
         """What a call from outside the engine's task has found."""
         self._waits = CoreWaits()
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
-            asyncio.get_running_loop().call_later(core.config.claim_s, wake.set)
+            for after_s in (REUNION_S, core.config.claim_s):
+                # Some more, since a loop's timer counts from when its turn began.
+                asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
     # --- for others -----------------------------------------------------------------------------
 

@@ -4,17 +4,23 @@ What is known of it, and what becomes of that:
 
     a sequence that had a row   its tokens and its block table; *unclaimed* until its request is
                                 submitted again: then it runs on in its blocks, and computes nothing
-                                again. Nobody knows what it was but by its identity.
+                                again; or waits with its KV on the host, if the next block that it
+                                needs is not free. Nobody knows what it was but by its identity.
     a search                    how far it was: it goes on as after a preemption, with what the
                                 prefix cache has
     one that was swapped out    nothing but the names of its blocks, the partial tail included;
                                 found by the tokens that its request comes with, it is SWAPPED
-                                again. Without a prefix cache these names are its own
+                                again. Without a prefix cache these names are its own. What holds
+                                tokens of which its source has not heard has names that nobody can
+                                make, so that less than a block before them is computed again; the
+                                last of them may be missing
     blocks that are named       are cached: the prefix cache is as it was, in all tiers
     names that are pinned       are pinned for the rest of their time
 
-Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or until somebody
-could not run otherwise. Then what is named among them stays in the cache, and the rest is free.
+Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or, after
+`REUNION_S`, until somebody could not run otherwise. Not sooner: requests come again one by one, and
+the first could take what the second runs on in. Then what is named among them stays in the cache,
+and the rest is free.
 
 The worker may have sampled tokens of which the source has not heard: it does now, with their
 log-probabilities, so that not even those are computed again. If it lacks more of these than the
@@ -36,6 +42,10 @@ from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 
+REUNION_S = 2.0
+"""How long what nobody has claimed is kept even from those who cannot run without: all who will
+claim are there by then, as a rule."""
+
 
 class Successor(Replica):
     """The sequences and blocks of one worker, which may have had a scheduler before."""
@@ -43,6 +53,7 @@ class Successor(Replica):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._unclaimed: dict[bytes, list[HeldRow]] = {}
+        self._kept_until = 0.0
         self._claimable_until = 0.0
         self._told: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
         """Tokens that sequences had already, and of which their sources have not heard; with their
@@ -55,6 +66,7 @@ class Successor(Replica):
         """Learn what the worker holds; once, before anything else."""
         for row in holdings.rows[: self.config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
+        self._kept_until = now + REUNION_S
         self._claimable_until = now + self.config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
@@ -121,6 +133,8 @@ class Successor(Replica):
             for row in self.unclaimed:
                 self._let_go(row)
         plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
+        if now < self._kept_until:
+            return plan
         while plan is None and self._unclaimed and self._waiting and not self._steps:
             self._let_go(self.unclaimed[-1])
             plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
@@ -192,7 +206,7 @@ class Successor(Replica):
         """Start a sequence in the blocks of its row, which are its own from now on.
 
         A last block that is not its own to write, it copies. Blocks in which nothing is computed
-        are given back, and others taken.
+        are given back, and others taken. If there are none, it waits with its KV on the host.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         num_full, num_in_tail = divmod(num_computed, self.config.block_size)
@@ -204,9 +218,10 @@ class Successor(Replica):
         ready = [*kept[:-1]] if copies else [*kept]
         num_new = -(-len(seq.token_ids) // self.config.block_size) - len(ready)
         if num_new > self._pool.num_free:
-            self._pool.drop(kept)
             seq.num_computed_tokens = num_before
-            return False
+            is_out = self._swap_out(seq, kept, num_computed)
+            self._pool.drop(kept)
+            return is_out
         if copies:
             seq.copy_from = kept[-1]
         self._num_recomputed_tokens += num_before - num_computed
@@ -216,6 +231,14 @@ class Successor(Replica):
         seq.num_published_blocks = 0  # the worker knows of some, and of which is not known here
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._tell_admitted(seq, 0, seq.arrived)
+        return True
+
+    def _swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> bool:
+        """Let a new sequence wait with what these blocks hold, if the host has room for it."""
+        if not (num_computed and self._host_room.make_for_swap(len(blocks), num_computed)):
+            return False
+        self._running.swap_out(seq, blocks, num_computed)
+        self._wait_swapped(seq, num_computed)
         return True
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
@@ -229,20 +252,24 @@ class Successor(Replica):
             self._tier.pool.forget(kv.host)
             self._tier.disk.pool.forget(kv.disk)
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
-        self._num_recomputed_tokens += max(0, seq.num_computed_tokens - kv.num_tokens)
-        self._num_adopted_tokens += kv.num_tokens
-        seq.num_computed_tokens = kv.num_tokens
-        seq.num_charged_tokens = min(kv.num_tokens, seq.num_prompt_tokens)
+        self._wait_swapped(seq, kv.num_tokens)
+        return True
+
+    def _wait_swapped(self, seq: Sequence, num_computed: int) -> None:
+        """Let a new sequence wait with so many tokens' KV in its blocks on host and disk."""
+        self._num_recomputed_tokens += max(0, seq.num_computed_tokens - num_computed)
+        self._num_adopted_tokens += num_computed
+        seq.num_computed_tokens = num_computed
+        seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._tell_admitted(seq, 0, seq.arrived)
         seq.move(SeqStatus.MIGRATING)  # from one core to the next
         seq.move(SeqStatus.SWAPPED)
         self._waiting.push(seq)
-        return True
 
     def _find_swapped(
         self, request: Request, output_index: int, chain: list[BlockHash]
     ) -> "_SwappedKv | None":
-        """Look for an output's KV up to its partial tail on host and disk.
+        """Look for an output's KV up to its last block, a partial one or not, on host and disk.
 
         What they have of full blocks only, the prefix cache finds at admission, if there is one. So
         it does for a prompt of which no output is known.
@@ -265,12 +292,15 @@ class Successor(Replica):
         host = self._tier.pool.find(hashes)
         disk = self._tier.disk.pool.find(hashes[len(host) :])
         num_full = len(host) + len(disk)
-        for end in range(min(len(known) - 1, (num_full + 1) * size - 1), num_full * size, -1):
-            name = [tail_hash(chain, root, known, end, size)]
-            host_tail = [] if disk else self._tier.pool.find(name)
-            disk_tail = [] if host_tail else self._tier.disk.pool.find(name)
+        next_end = (num_full + 1) * size
+        # To its end, if a token has been drawn after these of which the source has not heard.
+        for end in range(min(len(known), next_end), num_full * size, -1):
+            name = chain[num_full] if end == next_end else tail_hash(chain, root, known, end, size)
+            host_tail = [] if disk else self._tier.pool.find([name])
+            disk_tail = [] if host_tail else self._tier.disk.pool.find([name])
             if host_tail or disk_tail:
-                return _SwappedKv([*host, *host_tail], [*disk, *disk_tail], end)
+                num_tokens = min(end, len(known) - 1)
+                return _SwappedKv([*host, *host_tail], [*disk, *disk_tail], num_tokens)
         return None if has_cache or not num_full else _SwappedKv(host, disk, num_full * size)
 
     def _claim(self, row: HeldRow) -> None:

@@ -18,7 +18,7 @@ from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.core.successor import Successor
+from scheduler_svc.core.successor import REUNION_S, Successor
 from tests.property.configs import CHOICES, tiny_config
 from tests.property.findable import check_findable
 from tests.property.oracle import END, Oracle
@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker.disk.failure_rate = self.disk_failures
         self.unanswered: deque[StepOutcome] = deque()
         self.to_resubmit: list[Request] = []
+        self.reunion_until = self.now
 
     @rule(
         source=st.integers(0, 1),
@@ -177,7 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def must_go_on(self):
         """Whether there is something to plan, or to wait for."""
-        return bool(self.oracle.live) and not self.to_resubmit
+        is_kept = self.core.unclaimed and self.now < self.reunion_until
+        return bool(self.oracle.live) and not self.to_resubmit and not is_kept
 
     @precondition(lambda self: self.unanswered)
     @rule()
@@ -305,6 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.shrinks_to = None
         self.forget_moves()
         self.core.inherit(self.worker.hand_over(), self.now)
+        self.reunion_until = self.now + REUNION_S
         check(self.core)
         self.unanswered.clear()
         self.to_resubmit = self.oracle.resubmittable()

@@ -16,7 +16,7 @@ from successor_driver import (
 from scheduler_svc.core.holdings import Holdings, identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.core.successor import Successor
+from scheduler_svc.core.successor import REUNION_S, Successor
 from tests.property.oracle import expected_output
 from tests.property.worker import log_of
 
@@ -179,7 +179,9 @@ def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
     pair.replace_core()
     other = make_request(1, [1] * 33, max_tokens=1)
     pair.submit(other)
-    pair.step()
+    pair.step(now=0.9 * REUNION_S)
+    assert pair.core.unclaimed, "its request may be on its way"
+    pair.step(now=REUNION_S)
     assert not pair.core.unclaimed
     assert 1 in pair.heard
 

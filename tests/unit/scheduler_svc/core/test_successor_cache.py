@@ -4,6 +4,7 @@ import numpy as np
 from successor_driver import PROMPT, SEARCHES, Pair, long_request, make_request
 
 from scheduler_svc.core.block_hash import extend_chain, root_hash
+from scheduler_svc.core.successor import REUNION_S
 
 
 def test_the_prefix_cache_is_as_it_was():
@@ -42,7 +43,7 @@ def test_rows_that_nobody_has_claimed_give_way_to_a_search_and_pins_do_not():
     pair.replace_core()
     assert len(pair.core.unclaimed) == 1
     pair.submit(make_request(2, **SEARCHES))
-    pair.step()
+    pair.step(now=REUNION_S)
     assert not pair.core.unclaimed
     assert pair.core.load().num_pinned_blocks == 2
 
