@@ -23,6 +23,7 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
         self._is_open = True
         self._num_permits = 0
         self._num_held = 0
+        self._num_passed = 0
         self._server = grpc.server(ThreadPoolExecutor(8))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{uds}")
@@ -66,6 +67,12 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
         with self._changed:
             return self._num_permits
 
+    @property
+    def num_passed(self) -> int:
+        """Results that the scheduler that came last has been sent."""
+        with self._changed:
+            return self._num_passed
+
     def Attach(self, request: worker_pb2.AttachRequest, context: Any) -> Any:  # noqa: N802
         try:
             return self._worker.Attach(request, timeout=10)
@@ -89,6 +96,8 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
     def Execute(  # noqa: N802
         self, batches: Iterator[worker_pb2.StepBatch], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepResult]:
+        with self._changed:
+            self._num_passed = 0
         call = self._worker.Execute(batches)
         context.add_callback(call.cancel)
         try:
@@ -105,3 +114,4 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
             self._changed.wait_for(lambda: self._is_open or self._num_permits)
             self._num_held -= 1
             self._num_permits -= not self._is_open
+            self._num_passed += 1

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from quire.v1 import common_pb2, inference_pb2
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.service import Service
+from tests.e2e.step_gate import StepGate
 
 SHIPPED_MODEL = Path(__file__).parents[2] / "models" / "quire-tiny-python"
 OPTIONS = {"max_tokens": 120, "ignore_eos": True}
@@ -30,11 +32,19 @@ _TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def cramped(run_dir: Callable[[], Path]) -> Iterator[Service]:
+def gated(run_dir: Callable[[], Path]) -> Iterator[tuple[Service, StepGate]]:
+    directory = run_dir()
     worker = ["--dtype=float32", "--host-kv-memory-gb=0.2", "--num-blocks=50"]
     worker += ["--max-num-batched-tokens=512"]
-    with Service(run_dir(), SHIPPED_MODEL, worker=worker, scheduler=SCHEDULER) as service:
-        yield service
+    uds = directory / "gate.sock"
+    service = Service(directory, SHIPPED_MODEL, worker=worker, scheduler=SCHEDULER, worker_uds=uds)
+    with StepGate(uds, service.uds["worker"]) as gate, service:
+        yield service, gate
+
+
+@pytest.fixture(scope="module")
+def cramped(gated: tuple[Service, StepGate]) -> Service:
+    return gated[0]
 
 
 def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Result]:
@@ -61,12 +71,36 @@ def unfailed(cramped: Service) -> list[Result]:
     return _read_all(cramped)
 
 
+def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
+    """Wait until the router has heard of every token of which the scheduler has; the gate is shut.
+
+    What it has not read is lost when the scheduler is killed: gRPC drops it.
+    """
+    eventually(
+        lambda: (
+            service.metrics(service.scheduler)["quire_step_rpc_seconds_count"] == gate.num_passed
+            or None
+        ),
+        "the scheduler has taken all results",
+    )
+    for _ in range(2):  # an answer may overtake the news of its time, but not those before
+        with pytest.raises(grpc.RpcError) as caught:
+            next(service.stub.Resume(inference_pb2.ResumeRequest(request_id="nobody's")))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
-    cramped: Service, unfailed: list[Result]
+    gated: tuple[Service, StepGate], unfailed: list[Result]
 ):
+    """With two steps in flight, of whose results it does not hear."""
+    cramped, gate = gated
+
     def kill_when_some_are_swapped() -> None:
         eventually(lambda: cramped.load().num_requests_swapped or None, "some are swapped out")
+        gate.close(within_s=START_S)
+        _wait_until_all_is_heard(cramped, gate)
         cramped.scheduler.kill()
+        gate.open()
         cramped.start_scheduler()
 
     for i, result in enumerate(_read_all(cramped, kill_when_some_are_swapped)):
