@@ -1,9 +1,11 @@
 """A whole service for a test: worker, scheduler and router as processes of their own."""
 
+import contextlib
 import json
+import signal
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -140,6 +142,22 @@ class Service:
         eventually(
             lambda: self.get_json(self.router, "/ready")[0] == 503 or None, "the router notices"
         )
+
+    @contextlib.contextmanager
+    def holding_steps(self, router: Child, num_requests: int) -> Iterator[None]:
+        """Lets no step happen until so many requests are live at a router; the block starts them.
+
+        They then go on together, however much later the last one has come than the first.
+        """
+        self.worker.signal(signal.SIGSTOP)
+        try:
+            yield
+            eventually(
+                lambda: self.metrics(router)["quire_num_requests_live"] >= num_requests or None,
+                f"{num_requests} requests are live",
+            )
+        finally:
+            self.worker.signal(signal.SIGCONT)
 
     @property
     def _children(self) -> tuple[Child, Child, Child]:

@@ -84,10 +84,11 @@ class Reader:
 def readers(own: Service, unfailed: list[Result]) -> Iterator[list[Reader]]:
     """Streams of all the requests, under way."""
     assert unfailed, "made before, while nothing else runs"
-    readers = [Reader(own, request) for request in REQUESTS]
+    with own.holding_steps(own.router, len(REQUESTS)):
+        readers = [Reader(own, request) for request in REQUESTS]
     try:
         for reader in readers:
-            assert reader.is_under_way.wait(30)
+            assert reader.is_under_way.wait(START_S)
         yield readers
     finally:
         for reader in readers:
@@ -302,7 +303,7 @@ def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Serv
     request = [8] * 40, sampling, {"n": 2}
     expected = merged(ResumingReader([own.target], *request).events.result(60))
     reader = ResumingReader([own.target], *request)
-    assert reader.is_under_way.wait(30)
+    assert reader.is_under_way.wait(START_S)
     own.scheduler.kill()
     if not at_once:
         own.start_scheduler()

@@ -90,7 +90,7 @@ def requests_with(stop: str) -> list[tuple[Any, SamplingParams, dict[str, Any]]]
         ([8] * 30, SamplingParams(seed=3, logprobs=2, prompt_logprobs=1, **LONG), {}),
         (
             [9, 10, 11],
-            SamplingParams(max_tokens=150, ignore_eos=True),
+            SamplingParams(max_tokens=200, ignore_eos=True),
             {"n": 2, "beam": BeamSearch(3)},
         ),
     ]
@@ -101,8 +101,9 @@ def test_streams_go_on_through_another_router_when_theirs_is_killed(routers: Two
     text = merged(ResumingReader([first], *requests_with("")[0]).events.result(60))[0][0][2]
     requests = requests_with(stop=text[-30:-24])
     expected = [merged(ResumingReader([first], *request).events.result(60)) for request in requests]
-    readers = [ResumingReader(routers.targets, *request) for request in requests]
-    assert all(reader.is_under_way.wait(30) for reader in readers)
+    with routers.service.holding_steps(routers.children[0], len(requests)):
+        readers = [ResumingReader(routers.targets, *request) for request in requests]
+    assert all(reader.is_under_way.wait(START_S) for reader in readers)
     routers.children[0].kill()
     num_live = sum(not reader.events.done() for reader in readers)
     routers.start(0)
