@@ -8,7 +8,8 @@ before anything failed.
 - `lost`, `duplicated`, `contradicted`: tokens.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
-  phase in which nothing but the scheduler is killed.
+  phase in which nothing but the scheduler is killed. They are of outputs that had ended just then
+  and whose end no router had read: of each less than a block (docs/failure.md).
   With --cramped that is shown and not judged: who is preempted may be recomputed.
 - `blocks_exact`: whether at the end nothing is held, and free + cached = total at each worker.
 
@@ -42,6 +43,8 @@ _NUM_BLOCKS = 2048
 """Enough at each worker for all streams: what a scheduler's death costs is told apart so."""
 _NUM_BLOCKS_CRAMPED = 320
 """Enough for the longest request, and for a third of the streams."""
+_MAX_RECOMPUTED = 3 * 15
+"""Of a stream, when its scheduler is killed: it has at most three outputs, and a block 16 slots."""
 _IDLE_S = 60.0
 
 
@@ -191,7 +194,8 @@ def main() -> None:
     zero = ("lost", "duplicated", "contradicted", "wrong_streams")
     is_exact = results["blocks_exact"]
     if not args.cramped:
-        is_exact = is_exact and not results["recomputed_after_scheduler_kill"]
+        most = args.scheduler_kills * args.streams * _MAX_RECOMPUTED
+        is_exact = is_exact and results["recomputed_after_scheduler_kill"] <= most
     if any(results[name] for name in zero) or not is_exact:
         sys.exit("chaos has left its marks: see above")
 
