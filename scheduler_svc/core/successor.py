@@ -219,7 +219,7 @@ class Successor(Replica):
         num_new = -(-len(seq.token_ids) // self.config.block_size) - len(ready)
         if num_new > self._pool.num_free:
             seq.num_computed_tokens = num_before
-            is_out = self._swap_out(seq, kept, num_computed)
+            is_out = self._swap_out(seq, [*kept], num_computed)
             self._pool.drop(kept)
             return is_out
         if copies:

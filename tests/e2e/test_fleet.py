@@ -250,9 +250,9 @@ def test_worker_without_host_memory_takes_nothing(long_llama, run_dir):
 def test_swapped_sequences_go_where_there_is_room(fleet, long_llama, run_dir):
     """Two long requests come to one worker, and one of them must wait; the other worker is idle."""
     prompts = [[5 + i * k % 490 for i in range(100)] for k in (3, 7)]
-    requests = [long_request(f"long-{k}", 1, prompts[k], num_tokens=2400) for k in range(2)]
+    requests = [long_request(f"long-{k}", 1, prompts[k], num_tokens=1600) for k in range(2)]
     expected = [read(fleet.stub.Generate(request)).outputs for request in requests]
-    worker = ("--num-blocks=160", HOST)  # one has 157 at its end
+    worker = ("--num-blocks=110", HOST)  # one has 107 at its end
     scheduler = ("--preemption-mode=swap", "--placement=round-robin")
     with TwoWorkers(run_dir(), long_llama, worker=worker, scheduler=scheduler) as service:
         service.wait_until_both_are_attached()

@@ -32,6 +32,8 @@ class FakeInference(InferenceServiceServicer):
     """Whether the caller may not see everybody's."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    retry_after_s: float = 2.5
+    """When who says "busy" may come again."""
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -39,7 +41,7 @@ class FakeInference(InferenceServiceServicer):
         if request.text == "bad":
             raise InvalidArgumentError("sampling.top_p", "is 2; it must be in (0, 1]")
         if request.text == "busy":
-            raise TooBusyError("the queue is full", retry_after_s=2.5)
+            raise TooBusyError("the queue is full", retry_after_s=self.retry_after_s)
         try:
             for index, word in enumerate(("one", " two")):
                 delta = inference_pb2.OutputDelta(token_offset=index, token_ids=[index], text=word)
