@@ -27,7 +27,7 @@ class ResumingReader:
         events = []
         with Client(targets) as client:
             for event in client.generate(
-                prompt, sampling, timeout_s=120, resumable=True, **options
+                prompt, sampling, timeout_s=200, resumable=True, **options
             ):
                 events.append(event)
                 if isinstance(event, OutputDelta):

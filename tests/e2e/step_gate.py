@@ -49,7 +49,7 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
             self._num_permits = 0
             self._changed.notify_all()
 
-    def close(self, within_s: float = 10.0) -> None:
+    def close(self, within_s: float = 60.0) -> None:
         """Lets nothing through; returns when a result is being held back, so that none passes."""
         with self._changed:
             self._is_open = False

@@ -56,7 +56,7 @@ class Reader:
     """Reads a stream in a thread, and says when it has got some tokens."""
 
     def __init__(self, service: Service, request: inference_pb2.GenerateRequest) -> None:
-        self._stream = service.stub.Generate(request, timeout=120)
+        self._stream = service.stub.Generate(request, timeout=200)
         self._pool = ThreadPoolExecutor(1)
         self._result = Result()
         self.is_under_way = threading.Event()
@@ -97,7 +97,7 @@ def readers(own: Service, unfailed: list[Result]) -> Iterator[list[Reader]]:
 
 def _assert_as_unfailed(readers: list[Reader], unfailed: list[Result]) -> None:
     for i, (reader, expected) in enumerate(zip(readers, unfailed, strict=True)):
-        result = reader.result.result(timeout=90)
+        result = reader.result.result(timeout=200)
         assert result.outputs == expected.outputs, f"request {i}"
         assert result.text == expected.text, f"request {i}"
         assert result.usage is not None
@@ -301,7 +301,7 @@ def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Serv
         temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
     )
     request = [8] * 40, sampling, {"n": 2}
-    expected = merged(ResumingReader([own.target], *request).events.result(60))
+    expected = merged(ResumingReader([own.target], *request).events.result(120))
     reader = ResumingReader([own.target], *request)
     assert reader.is_under_way.wait(START_S)
     own.scheduler.kill()
@@ -314,7 +314,7 @@ def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Serv
     if at_once:
         own.start_scheduler()
     own.start_router()
-    assert merged(reader.events.result(60)) == expected
+    assert merged(reader.events.result(120)) == expected
     own.wait_until_ready()
     own.wait_until_idle()
 

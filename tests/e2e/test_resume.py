@@ -98,9 +98,9 @@ def requests_with(stop: str) -> list[tuple[Any, SamplingParams, dict[str, Any]]]
 
 def test_streams_go_on_through_another_router_when_theirs_is_killed(routers: TwoRouters):
     first, _ = routers.targets
-    text = merged(ResumingReader([first], *requests_with("")[0]).events.result(60))[0][0][2]
+    text = merged(ResumingReader([first], *requests_with("")[0]).events.result(120))[0][0][2]
     requests = requests_with(stop=text[-30:-24])
-    expected = [merged(ResumingReader([first], *request).events.result(60)) for request in requests]
+    expected = [merged(ResumingReader([first], *request).events.result(120)) for request in requests]
     with routers.service.holding_steps(routers.children[0], len(requests)):
         readers = [ResumingReader(routers.targets, *request) for request in requests]
     assert all(reader.is_under_way.wait(START_S) for reader in readers)
@@ -108,7 +108,7 @@ def test_streams_go_on_through_another_router_when_theirs_is_killed(routers: Two
     num_live = sum(not reader.events.done() for reader in readers)
     routers.start(0)
     for i, reader in enumerate(readers):
-        assert merged(reader.events.result(60)) == expected[i], f"request {i}"
+        assert merged(reader.events.result(120)) == expected[i], f"request {i}"
     assert num_live == len(requests), "the router died too late to matter"
     routers.wait_until_ready()
     routers.service.wait_until_idle()

@@ -65,7 +65,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
             self._changed.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def wait_for(self, trace_id: str, names: Sequence[str], within_s: float = 15.0) -> list[Span]:
+    def wait_for(self, trace_id: str, names: Sequence[str], within_s: float = 60.0) -> list[Span]:
         """The spans of a trace, as soon as it has these names, each as often as it is named.
 
         Fails, saying what came.
@@ -79,7 +79,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
             assert came, f"of {names} only: {[(s.service, s.name) for s in self._of(trace_id)]}"
             return self._of(trace_id)
 
-    def linked_to(self, spans: Iterable[Span], within_s: float = 15.0) -> dict[str, Span]:
+    def linked_to(self, spans: Iterable[Span], within_s: float = 60.0) -> dict[str, Span]:
         """The spans that some are linked to, by id, as soon as all have come."""
         wanted = {span_id for span in spans for span_id in span.links}
 

@@ -13,7 +13,7 @@ from gpu_worker.executor import LaunchedStep
 from gpu_worker.kv_codec import parse_codec
 from gpu_worker.lossless_codec import LosslessCodec
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 BLOCK_BYTES = 6000  # no whole number of pages
 

@@ -11,7 +11,7 @@ from gpu_worker.step import StepInput, StepOutput
 from gpu_worker.step_loop import StepLoop
 from rpc.errors import InvalidArgumentError, UnavailableError
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 NONE = np.empty(0, np.int32)
 IDLE = 77

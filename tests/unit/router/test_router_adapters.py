@@ -11,7 +11,7 @@ from router.domain import FinishReason, GenerateRequest, OutputFinished
 from rpc.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from rpc.operators import Operators
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def reconnect(router, *adapters):

@@ -17,7 +17,7 @@ from rpc.errors import InvalidArgumentError
 from rpc.operators import Operators
 from rpc.packing import pack_int32, pack_uint64
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 RESUMABLE = {"X-Quire-Resumable": "true"}
 TEXT = "one 🙂 two three"

@@ -22,7 +22,7 @@ from router.settings import RouterSettings
 from rpc import logs
 from rpc.settings import parse_settings
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

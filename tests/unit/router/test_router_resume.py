@@ -28,7 +28,7 @@ from rpc.errors import (
 )
 from rpc.packing import pack_int32, pack_uint64
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 REQUEST = GenerateRequest(prompt=(5, 6, 7), request_id="r", resumable=True, tenant="t")
 NOTHING = ResumeRequest("r", "t", {}, has_prompt_scores=False, deadline=None)

@@ -8,7 +8,7 @@ from keyed_router import ALICE, ALICE_2, BOB, OPERATOR, bearer, failure, keyed_s
 
 from quire.v1 import inference_pb2
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

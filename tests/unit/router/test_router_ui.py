@@ -15,7 +15,7 @@ from router.ui.wire import activity_to_json, kv_to_json, query_from_url
 from rpc.errors import InvalidArgumentError
 from rpc.settings import parse_settings
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

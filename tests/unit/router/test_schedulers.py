@@ -22,7 +22,7 @@ from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, Unavai
 from rpc.health import Health
 from rpc.operators import Operators
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 class FakeResolver:

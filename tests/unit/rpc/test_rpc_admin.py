@@ -12,7 +12,7 @@ from rpc.channel import open_channel
 from rpc.errors import PermissionDeniedError
 from rpc.operators import Operators
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_a_process_drains_and_tells_of_it_until_it_has_drained(run_server, settings):

@@ -10,7 +10,7 @@ from scheduler_harness import running_scheduler
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.channel import open_channel
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

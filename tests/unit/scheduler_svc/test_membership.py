@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 class FakeResolver:

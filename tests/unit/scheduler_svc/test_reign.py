@@ -76,7 +76,7 @@ async def test_one_that_stands_by_waits_while_a_worker_has_a_scheduler(serve):
     await waiting
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 async def test_one_that_stands_by_does_not_wait_for_every_answer(serve):
     await wait_for_vacancy(Discovery([await serve(BusyWorker())]), absence_s=0.3)
 

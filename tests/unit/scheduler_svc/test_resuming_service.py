@@ -6,7 +6,7 @@ from scheduler_harness import running_scheduler
 
 from quire.v1 import common_pb2
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = [1, 2, 3, 4, 5]
 ABORTED, NOT_FOUND = 10, 5

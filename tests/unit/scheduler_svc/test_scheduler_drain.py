@@ -8,7 +8,7 @@ from scheduler_harness import running_scheduler, wait_until_not_ready
 from quire.v1 import scheduler_pb2
 from rpc.packing import pack_int32
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_drain_answers_the_steps_in_flight_and_leaves_the_rest_to_the_next_scheduler(

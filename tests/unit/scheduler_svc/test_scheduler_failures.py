@@ -12,7 +12,7 @@ from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import StaleEpochError
 from rpc.packing import pack_int32
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_sequences_go_on_when_their_worker_returns(folder, worker, connect):

@@ -8,7 +8,7 @@ from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
 from rpc import silence
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_worker_that_does_not_answer_a_step_is_lost(folder, worker, connect):

@@ -10,7 +10,7 @@ from scheduler_harness import get, running_scheduler, wait_until_not_ready
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32, unpack_int32
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 def ints(*values):

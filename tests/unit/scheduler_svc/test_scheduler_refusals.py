@@ -8,7 +8,7 @@ from scheduler_harness import running_scheduler
 from quire.v1 import common_pb2, scheduler_pb2
 from rpc.packing import pack_int32
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 def submission(**changes):
