@@ -100,7 +100,9 @@ def test_streams_go_on_through_another_router_when_theirs_is_killed(routers: Two
     first, _ = routers.targets
     text = merged(ResumingReader([first], *requests_with("")[0]).events.result(120))[0][0][2]
     requests = requests_with(stop=text[-30:-24])
-    expected = [merged(ResumingReader([first], *request).events.result(120)) for request in requests]
+    expected = [
+        merged(ResumingReader([first], *request).events.result(120)) for request in requests
+    ]
     with routers.service.holding_steps(routers.children[0], len(requests)):
         readers = [ResumingReader(routers.targets, *request) for request in requests]
     assert all(reader.is_under_way.wait(START_S) for reader in readers)
