@@ -65,3 +65,24 @@ async def test_next_scheduler_goes_on_where_the_one_before_was_told_to_end(folde
         await after.submit(0, [1, 2], max_tokens=300, outputs=[output])
         await after.read_until_finished(0)
     assert before.tokens[0] + after.tokens[0] == expected_tokens([1, 2], 300)
+
+
+async def test_what_nobody_claims_from_the_next_scheduler_keeps_nobody_waiting_for_long(
+    folder, worker, connect, monkeypatch
+):
+    """Though nothing else happens that would have the scheduler look."""
+    for module in ("session", "core.successor"):
+        monkeypatch.setattr(f"scheduler_svc.{module}.REUNION_S", 0.2)
+    worker.info.num_blocks = 8
+    num_most = 8 * worker.info.block_size
+    async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
+        worker.pause()
+        gone = await connect(scheduler.target)
+        await gone.submit(0, [1] * (num_most // 2), max_tokens=num_most // 2)
+        await worker.wait_for_batches(2)
+        worker.resume()
+    async with running_scheduler(folder, [worker.target], epoch=2, claim_s=1000) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(1, [2] * (num_most - 4), max_tokens=2)
+        await router.read_until_finished(1)
+    assert router.tokens[1] == expected_tokens([2] * (num_most - 4), 2)
