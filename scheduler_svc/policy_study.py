@@ -209,7 +209,7 @@ class _Recording:
                 self.step_times.planned(now)
                 bound = entry.call.max_paced_tokens
                 if bound is not None:
-                    is_for_decodes = bound > least_tokens(read_prompts(self.core))
+                    is_for_decodes = bound > least_tokens(read_prompts(self.core), self.core.config)
                     self.tokens_in_time = bound if is_for_decodes else self.tokens_in_time or 0
                 self.max_prompt_tokens = entry.call.max_prompt_tokens
                 plan = self.core.schedule(now, bound, self.max_prompt_tokens)
@@ -340,7 +340,9 @@ class _Simulation:
 
     def _max_paced_tokens(self) -> int | None:
         in_time = self._recording.tokens_in_time
-        return None if in_time is None else max(in_time, least_tokens(read_prompts(self._core)))
+        if in_time is None:
+            return None
+        return max(in_time, least_tokens(read_prompts(self._core), self._core.config))
 
     def _remember_names(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:

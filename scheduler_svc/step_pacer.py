@@ -36,17 +36,27 @@ _MAX_PAYING = 2.0
 """Times what is spare, how long tokens may take so that having any pays."""
 _LONG_STEPS = 256
 """Steps within which all prompts would be done if a step computed its share of them."""
+_SHORT_STEPS = 16
+"""Within which short prompts would be done, beside many decodes; fewer make longer gaps."""
+_MANY_DECODES = 16
+_WORTHWHILE_PART = 16
+"""Of what keeps a device busy, beside many decodes: so many tokens are no waste of a step."""
 _LATE_FACTOR = 10
 
 
-def least_tokens(queue: PromptQueue) -> int:
+def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
     """Return how many tokens of prompts a step may compute however long its decodes take.
 
-    Short prompts are computed at once: with a twelfth of them in a step, eight streams in a closed
-    loop had 0.43 of the p99 gap, and 0.87 of the throughput.
+    Beside many decodes short prompts are spread over some steps: each stream feels them a little,
+    and those that come first begin to stream before the last are done. Beside a few they are
+    computed at once: spread, eight streams in a closed loop had 0.87 of the throughput.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
-    return max(_MIN_TOKENS, queue.num_short_tokens, share)
+    num_short = queue.num_short_tokens
+    if queue.num_decoding >= _MANY_DECODES:
+        worthwhile = config.busy_step_tokens // _WORTHWHILE_PART
+        num_short = min(num_short, max(-(-num_short // _SHORT_STEPS), worthwhile))
+    return max(_MIN_TOKENS, num_short, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ class StepPacer:
 
     def __init__(self, pace: Pace, config: SchedulerConfig) -> None:
         self._pace = pace
-        self._max_tokens = config.max_num_batched_tokens
+        self._config = config
         self._first_tokens = config.busy_step_tokens
         """What a step may have of prompts before anybody knows how long that takes."""
         self._decode_s: dict[int, _Average] = {}
@@ -91,7 +101,10 @@ class StepPacer:
             num_in_time = float(self._first_tokens)
         else:
             num_in_time = max(self._pace.max_prompt_step_s / token_s, _WORTH_TOKENS)
-        is_bound = num_in_time < self._max_tokens and self._pace.max_prompt_step_s < math.inf
+        is_bound = (
+            num_in_time < self._config.max_num_batched_tokens
+            and self._pace.max_prompt_step_s < math.inf
+        )
         return int(num_in_time) if is_bound else None
 
     @property
@@ -116,7 +129,7 @@ class StepPacer:
             fixed_s = few.seconds - few.num_tokens * token_s  # less than 0, if the first are cheap
         spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
         num_in_time = max(spare_s - fixed_s, min(_MAX_PAYING * spare_s, fixed_s)) / token_s
-        return max(int(num_in_time), least_tokens(queue))
+        return max(int(num_in_time), least_tokens(queue, self._config))
 
     @property
     def is_late_after_s(self) -> float | None:

@@ -106,6 +106,14 @@ def test_prompts_do_not_queue_up_for_the_bound():
     assert pace(*slow, queue=(8, 2560, 4)) == 10, "of all: one of 256 parts"
 
 
+def test_short_prompts_are_spread_over_steps_beside_many_decodes():
+    slow = [(100, 0, 1.0), (0, 16, 0.1)]
+    assert pace(*slow, queue=(15, 1200, 1200)) == 1200
+    assert pace(*slow, queue=(16, 1200, 1200)) == 75, "over 16 steps"
+    assert pace(*slow, queue=(16, 100, 100)) == 32, "a 16th of what keeps the device busy"
+    assert pace(*slow, queue=(16, 20, 20)) == 20, "all of them"
+
+
 def test_no_bound_if_none_is_wanted():
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=float("inf")) is None
 
