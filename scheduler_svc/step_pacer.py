@@ -39,7 +39,7 @@ _LONG_STEPS = 256
 _SHORT_STEPS = 16
 """Within which short prompts would be done, beside many decodes; fewer make longer gaps."""
 _MANY_DECODES = 16
-_WORTHWHILE_PART = 16
+_WORTHWHILE_PART = 8
 """Of what keeps a device busy, beside many decodes: so many tokens are no waste of a step."""
 _LATE_FACTOR = 10
 

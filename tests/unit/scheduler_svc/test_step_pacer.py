@@ -110,7 +110,7 @@ def test_short_prompts_are_spread_over_steps_beside_many_decodes():
     slow = [(100, 0, 1.0), (0, 16, 0.1)]
     assert pace(*slow, queue=(15, 1200, 1200)) == 1200
     assert pace(*slow, queue=(16, 1200, 1200)) == 75, "over 16 steps"
-    assert pace(*slow, queue=(16, 100, 100)) == 32, "a 16th of what keeps the device busy"
+    assert pace(*slow, queue=(16, 100, 100)) == 64, "an 8th of what keeps the device busy"
     assert pace(*slow, queue=(16, 20, 20)) == 20, "all of them"
 
 
