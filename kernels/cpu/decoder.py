@@ -111,9 +111,7 @@ class NativeDecoder:
         return out
 
     def _make(self, size: _Size) -> _Step:
-        shape = self._shape
-        if size.num_ranks:
-            shape = replace(shape, is_gated=False, num_ranks=size.num_ranks)
+        shape = replace(self._shape, num_ranks=size.num_ranks)
         num_elements = Workspace.num_elements(shape, size.num_tokens)
         num_works = min(max(2, _APART_BYTES // (num_elements * _DTYPE.itemsize)), len(self._layers))
         num_wanted = size.num_wanted or 0

@@ -215,14 +215,12 @@ class LayerCalls:
 
     def _gate(self, layer: NativeLayer, work: Workspace, maps: "_Maps") -> Iterator[Call]:
         """From `work.mlp_normed` to `work.gated`."""
-        num_rows = maps.rows.count
         if self._shape.is_gated:
-            assert isinstance(layer.gate_up, PackedLinear), "the shape says that all layers can"
-            yield layer.gate_up.call_gated(work.mlp_normed, work.gated, num_rows)
+            yield from maps.gated_calls("gate_up", layer.gate_up, work.mlp_normed, work.gated)
             return
         yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
         yield Call(self._library.silu_mul, (
-            DTYPES[_DTYPE], num_rows, work.gated.shape[1],
+            DTYPES[_DTYPE], maps.rows.count, work.gated.shape[1],
             work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
         ))  # fmt: skip
 
@@ -244,12 +242,31 @@ class _Maps:
         out: torch.Tensor,  # [T, N]
     ) -> Iterator[Call]:
         """From `x` to `out`, with what adapters add if there are any."""
-        adapted = self.work.adapted.get(name)
-        if adapted is None:
+        if name not in self.work.adapted:
             yield linear.call(x, out, self.rows.count)
             return
-        yield linear.call(x, adapted.alone, self.rows.count)
+        yield from self._adapted(name, linear, x, out, is_gated=False)
+
+    def gated_calls(
+        self,
+        name: str,
+        linear: NativeLinear,
+        x: torch.Tensor,  # [T, K]
+        out: torch.Tensor,  # [T, N / 2]
+    ) -> Iterator[Call]:
+        """As `calls`, but the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`."""
+        if name not in self.work.adapted:
+            assert isinstance(linear, PackedLinear), "the shape says that all layers can"
+            yield linear.call_gated(x, out, self.rows.count)
+            return
+        yield from self._adapted(name, linear, x, out, is_gated=True)
+
+    def _adapted(
+        self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool
+    ) -> Iterator[Call]:
+        alone, ranks = self.work.adapted[name].alone, self.work.adapted[name].ranks
+        yield linear.call(x, alone, self.rows.count)
         place = self.layer * len(MAPS) + MAPS.index(name)
         yield from low_rank_calls(
-            self.library, self.rows.adapters, place, x, adapted.alone, adapted.ranks, out
+            self.library, self.rows.adapters, place, x, alone, ranks, out, is_gated=is_gated
         )

@@ -101,6 +101,8 @@ def low_rank_calls(
     alone: torch.Tensor,
     ranks: torch.Tensor,
     out: torch.Tensor,
+    *,
+    is_gated: bool = False,
 ) -> Iterator[Call]:
     """The calls that write to `out` what a map gave `alone`, and what adapters make of `x` besides.
 
@@ -114,11 +116,13 @@ def low_rank_calls(
         alone: [T, N].
         ranks: [T, R], of the most R in a step: memory for A x.
         out: [T, N], other memory than `alone`.
+        is_gated: whether it is `silu(gate) * up` [T, N / 2] that goes to `out`, where the map's
+            output is `[gate, up]`; a map that `can_gate`.
     """
     yield Call(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),
     ), joins=True)  # fmt: skip
     yield Call(library.low_rank_up, (
         rows, place, out.shape[1], alone.data_ptr(), ranks.data_ptr(), out.data_ptr(),
-        alone.stride(0), ranks.stride(0), out.stride(0),
+        alone.stride(0), ranks.stride(0), out.stride(0), is_gated,
     ))  # fmt: skip

@@ -33,7 +33,7 @@ class NativeShape:
     has_qk_norm: bool
     """Whether heads of queries and keys are normed."""
     is_gated: bool
-    """Whether the map to gate and up gives their product; not where adapters add to it."""
+    """Whether the map to gate and up, or what adapters add to it, gives their product."""
     num_ranks: int = 0
     """R, at most; 0: there are no adapters."""
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from kernels.cpu import ops
 from kernels.cpu.library import Program, native
 from kernels.cpu.linear import pack
 from kernels.cpu.low_rank import NativeAdapter, RowAdapters, low_rank_calls
@@ -43,7 +44,7 @@ class Map:
             for number, pair in self.packed.items()
         }
 
-    def native(self, x, numbers):
+    def native(self, x, numbers, *, is_gated=False):
         """The rows of `x` [T, K], each with what the adapter of its number adds."""
         rows = RowAdapters(np.array(numbers, np.int64), self.adapters)
         num_out = self.apply.num_out
@@ -52,9 +53,15 @@ class Map:
         ranks = torch.full((len(x), max(rows.max_ranks, 1)), torch.nan, dtype=BF16)
         calls = [
             self.apply.call(x, alone, len(x)),
-            *low_rank_calls(native(), rows.address, PLACE, x, alone, ranks, out),
-        ]
+            *low_rank_calls(
+                native(), rows.address, PLACE, x, alone, ranks,
+                out[:, : num_out // 2] if is_gated else out, is_gated=is_gated,
+            ),
+        ]  # fmt: skip
         Program(native(), calls, len(calls))()
+        if is_gated:
+            assert out[:, num_out // 2 :].isnan().all()
+            return out[:, : num_out // 2]
         return out
 
     def one_by_one(self, x, numbers):
@@ -107,6 +114,15 @@ def test_rows_of_several_adapters_and_of_none(num_rows, num_in, num_out, ranks):
     out = each.native(x, numbers)
     assert torch.equal(out, each.one_by_one(x, numbers))
     assert_close(out, each.twin(x, numbers))
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("num_rows", [1, 13, 100])
+def test_gated_it_is_what_silu_mul_makes_of_it(num_rows):
+    each = Map(64, 192, [random_pair(64, 192, 16), random_pair(64, 192, 6), None], padding=5)
+    x, numbers = torch.randn(num_rows, 64).to(BF16), numbers_of(num_rows, 3)
+    out = each.native(x, numbers, is_gated=True)
+    assert torch.equal(out, ops.silu_mul(each.native(x, numbers)))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

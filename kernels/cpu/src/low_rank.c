@@ -10,9 +10,9 @@
 #include "tile.h"
 
 enum {
-    CACHED_ROWS = 96,    /* of A x at a time, so that they stay in the first-level cache */
+    BLOCK_ROWS = 24,     /* are added to at a time: few, so that a share has many panels of each */
     SHARE_BYTES = 16384, /* of B, about: a microsecond from memory */
-    ROW_BYTES = 128,     /* what adding 32 columns to a row costs, in such bytes */
+    ROW_BYTES = 64,      /* what adding to 32 columns of a row costs, in such bytes */
     L1_WAYS = 8,
     L1_SET_BYTES = 4096, /* rows so far apart fall on the same lines of the first-level cache */
 };
@@ -49,14 +49,15 @@ struct low_rank_down {
     int64_t x_stride, ranks_stride;
 };
 
-/* out[places[i]] = alone[places[i]] + B ranks[i] */
+/* out[places[i]] = alone[places[i]] + B ranks[i]; of a map to gate and up, silu(gate) * up of it. */
 struct low_rank_up {
     const struct row_adapters *rows;
-    int64_t map, num_out;
-    const bf16 *alone; /* [T, N]: what the model's map gave */
-    const bf16 *ranks; /* [T, most R] */
-    bf16 *out;         /* [T, N] */
+    int64_t map, num_out; /* num_out: columns of `out` */
+    const bf16 *alone;    /* [T, N]: what the model's map gave */
+    const bf16 *ranks;    /* [T, most R] */
+    bf16 *out;            /* [T, num_out] */
     int64_t alone_stride, ranks_stride, out_stride;
+    int64_t is_gated; /* N = 2 * num_out, a multiple of 2 * PANEL; else N = num_out */
 };
 
 INLINE int64_t place_of(const struct row_adapters *rows, int64_t i)
@@ -153,59 +154,79 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     }
 }
 
-INLINE void add_vector(const struct low_rank_up *a, int64_t place, int64_t column, vf added)
+/* n columns of a row from `at` on: what the map gave and what is added, if something is. */
+INLINE vf adapted(const bf16 *alone, int64_t at, int64_t n, const float *added)
 {
-    int64_t from = place * a->alone_stride + column, to = place * a->out_stride + column;
-    int64_t n = a->num_out - column;
-    added = rounded(BF16, added);
-    if (n >= LANES) store(BF16, a->out, to, load(BF16, a->alone, from) + added);
-    else if (n > 0) store_part(BF16, a->out, to, n, load_part(BF16, a->alone, from, n) + added);
+    vf y = n == LANES ? load(BF16, alone, at) : load_part(BF16, alone, at, n);
+    return added ? rounded(BF16, y + rounded(BF16, vf_load(added))) : y;
 }
 
-static void copy_panel(const struct low_rank_up *a, int64_t first, int64_t end, int64_t panel)
+/* One panel of a row. */
+INLINE void finish_row(const struct low_rank_up *a, int64_t place, int64_t panel,
+                       const float *added, const float *up_added)
 {
-    int64_t column = panel * PANEL, bytes = 2 * min64(PANEL, a->num_out - column);
-    for (int64_t i = first; i < end; i++) {
-        int64_t place = place_of(a->rows, i);
-        memcpy(a->out + place * a->out_stride + column, a->alone + place * a->alone_stride + column,
-               bytes);
+    const bf16 *alone = a->alone + place * a->alone_stride;
+    bf16 *out = a->out + place * a->out_stride;
+    for (int64_t v = 0; v < PANEL; v += LANES) {
+        int64_t column = panel * PANEL + v, n = min64(LANES, a->num_out - column);
+        if (n <= 0) return;
+        vf y = adapted(alone, column, n, added ? added + v : NULL);
+        if (a->is_gated) {
+            vf up = adapted(alone, a->num_out + column, n, up_added ? up_added + v : NULL);
+            y = rounded(BF16, silu(y)) * up;
+        }
+        if (n == LANES) store(BF16, out, column, y);
+        else store_part(BF16, out, column, n, y);
     }
 }
 
-/* Rows [first, end) of one group: one panel of their outputs. */
+/* B of one panel times n rows of A x, from row `first` on. */
 static void up_panel(const struct low_rank_up *a, const struct low_rank *weights, int64_t first,
-                     int64_t end, int64_t panel)
+                     int64_t n, int64_t panel, float *sums)
 {
-    float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
     const int32_t *span = weights->spans + 2 * panel;
     const uint32_t *weight = weights->up + (panel * weights->num_ranks / 2 + span[0]) * PANEL;
-    for (int64_t row = first; row < end; row += TILE_ROWS) {
-        int64_t n = min64(TILE_ROWS, end - row);
-        product(PAIRS, (int)n, PANEL,
-                (struct product){.a = (const char *)(a->ranks + row * a->ranks_stride + 2 * span[0]),
-                                 .lda_bytes = 2 * a->ranks_stride, .b = (const char *)weight,
-                                 .ldb = PANEL, .steps = span[1] - span[0], .c = sums, .ldc = PANEL,
-                                 .fresh = true,
-                                 .ahead_bytes = row > first ? 0 : PREFETCH_BYTES / 4});
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t v = 0; v < PANEL; v += LANES)
-                add_vector(a, place_of(a->rows, row + i), panel * PANEL + v,
-                           vf_load(sums + i * PANEL + v));
+    product(PAIRS, (int)n, PANEL,
+            (struct product){.a = (const char *)(a->ranks + first * a->ranks_stride + 2 * span[0]),
+                             .lda_bytes = 2 * a->ranks_stride, .b = (const char *)weight,
+                             .ldb = PANEL, .steps = span[1] - span[0], .c = sums, .ldc = PANEL,
+                             .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
+}
+
+/* Rows [first, end) of one adapter, or of none (NULL): some panels of their outputs. A few rows
+ * at a time, so that what is read and written of each lies side by side. */
+static void up_rows(const struct low_rank_up *given, const struct low_rank *weights, int64_t first,
+                    int64_t end, int64_t panel, int64_t last)
+{
+    const struct low_rank_up a = *given; /* which no store can change */
+    float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    int64_t num_panels = ceil_div(a.num_out, PANEL);
+    for (; first < end; first += TILE_ROWS) {
+        int64_t n = min64(TILE_ROWS, end - first);
+        for (int64_t p = panel; p < last; p++) {
+            if (weights) up_panel(&a, weights, first, n, p, sums[0]);
+            if (weights && a.is_gated) up_panel(&a, weights, first, n, num_panels + p, sums[1]);
+            for (int64_t i = 0; i < n; i++) {
+                const float *added = weights ? sums[0] + i * PANEL : NULL;
+                const float *up_added = weights ? sums[1] + i * PANEL : NULL;
+                finish_row(&a, place_of(a.rows, first + i), p, added, up_added);
+            }
+        }
     }
 }
 
 /* Panels of each block of rows are units of work. */
 static int64_t num_blocks(const struct low_rank_up *a)
 {
-    return max64(1, ceil_div(a->rows->num_rows, CACHED_ROWS));
+    return max64(1, ceil_div(a->rows->num_rows, BLOCK_ROWS));
 }
 
 int64_t quire_low_rank_up_count(const void *args)
 {
     const struct low_rank_up *a = args;
     int64_t ranks = most_ranks(a->rows, a->map);
-    int64_t rows = max64(1, min64(a->rows->num_rows, CACHED_ROWS));
-    int64_t unit_bytes = 2 * PANEL * ranks + rows * (LANES * ranks + ROW_BYTES);
+    int64_t rows = max64(1, min64(a->rows->num_rows, BLOCK_ROWS));
+    int64_t unit_bytes = (2 * PANEL * ranks + rows * ROW_BYTES) * (a->is_gated ? 2 : 1);
     return shares_of(num_blocks(a) * ceil_div(a->num_out, PANEL), max64(1, SHARE_BYTES / unit_bytes));
 }
 
@@ -214,17 +235,18 @@ void quire_low_rank_up_share(const void *args, int64_t share, int64_t num_shares
     const struct low_rank_up *a = args;
     const struct row_adapters *rows = a->rows;
     int64_t num_panels = ceil_div(a->num_out, PANEL), num_units = num_blocks(a) * num_panels;
-    int64_t last = share_start(num_units, share + 1, num_shares);
-    for (int64_t unit = share_start(num_units, share, num_shares); unit < last; unit++) {
-        int64_t row = unit / num_panels * CACHED_ROWS, panel = unit % num_panels;
-        int64_t end = min64(row + CACHED_ROWS, rows->num_rows);
+    int64_t unit = share_start(num_units, share, num_shares);
+    int64_t last_unit = share_start(num_units, share + 1, num_shares);
+    while (unit < last_unit) {
+        int64_t row = unit / num_panels * BLOCK_ROWS, end = min64(row + BLOCK_ROWS, rows->num_rows);
+        int64_t panel = unit % num_panels, last = min64(num_panels, panel + last_unit - unit);
+        unit += last - panel;
         for (int64_t g = 0; g < rows->num_groups; g++) {
             const struct group *group = rows->groups + g;
             int64_t from = max64(row, group->first), to = min64(end, group->end);
-            if (from >= to) continue;
             const struct low_rank *weights = group->maps ? group->maps + a->map : NULL;
-            if (weights && weights->num_ranks) up_panel(a, weights, from, to, panel);
-            else copy_panel(a, from, to, panel);
+            if (weights && !weights->num_ranks) weights = NULL;
+            if (from < to) up_rows(a, weights, from, to, panel, last);
         }
     }
 }
