@@ -29,7 +29,7 @@ _DTYPE: Final = torch.bfloat16
 class _Rows(NamedTuple):
     """What a step says of the rows that calls are for."""
 
-    count: Field
+    num: Field
     starts: str
     adapters: Field
 
@@ -93,11 +93,11 @@ class LayerCalls:
         rows = _ALL
         residual: Field = StepField.HIDDEN
         if before is None:
-            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), rows.count)
+            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), rows.num)
         else:
             residual = work.residual.data_ptr()
             yield self.add_norm(
-                before, residual, layer.input_norm, work.normed.data_ptr(), rows.count
+                before, residual, layer.input_norm, work.normed.data_ptr(), rows.num
             )
         maps = _Maps(self._library, index, work, rows)
         yield from maps.calls("qkv", layer.qkv, work.normed, work.qkv.flatten(1))
@@ -116,7 +116,7 @@ class LayerCalls:
         )
         yield self._norm(
             work.attention_output.data_ptr(), residual, work.mlp_residual.data_ptr(),
-            layer.mlp_norm, work.mlp_normed.data_ptr(), rows.count,
+            layer.mlp_norm, work.mlp_normed.data_ptr(), rows.num,
         )  # fmt: skip
         yield from self._gate(layer, work, maps)
         yield from maps.calls("down", layer.down, work.gated, work.output)
@@ -200,7 +200,7 @@ class LayerCalls:
         _, num_heads, head_dim = work.query.shape
         fields: tuple[Field, ...] = (
             DTYPES[_DTYPE], kv_format(keys, caches.key_scales), StepField.NUM_SEQS,
-            rows.count, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
+            rows.num, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
             work.query.data_ptr(), keys.data_ptr(), values.data_ptr(),
             address(caches.key_scales), address(caches.value_scales),
             StepField.BLOCK_TABLES, StepField.SEQ_LENS, rows.starts, 0,
@@ -220,7 +220,7 @@ class LayerCalls:
             return
         yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
         yield Call(self._library.silu_mul, (
-            DTYPES[_DTYPE], maps.rows.count, work.gated.shape[1],
+            DTYPES[_DTYPE], maps.rows.num, work.gated.shape[1],
             work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
         ))  # fmt: skip
 
@@ -243,7 +243,7 @@ class _Maps:
     ) -> Iterator[Call]:
         """From `x` to `out`, with what adapters add if there are any."""
         if name not in self.work.adapted:
-            yield linear.call(x, out, self.rows.count)
+            yield linear.call(x, out, self.rows.num)
             return
         yield from self._adapted(name, linear, x, out, is_gated=False)
 
@@ -257,7 +257,7 @@ class _Maps:
         """As `calls`, but the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`."""
         if name not in self.work.adapted:
             assert isinstance(linear, PackedLinear), "the shape says that all layers can"
-            yield linear.call_gated(x, out, self.rows.count)
+            yield linear.call_gated(x, out, self.rows.num)
             return
         yield from self._adapted(name, linear, x, out, is_gated=True)
 
@@ -265,7 +265,7 @@ class _Maps:
         self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool
     ) -> Iterator[Call]:
         alone, ranks = self.work.adapted[name].alone, self.work.adapted[name].ranks
-        yield linear.call(x, alone, self.rows.count)
+        yield linear.call(x, alone, self.rows.num)
         place = self.layer * len(MAPS) + MAPS.index(name)
         yield from low_rank_calls(
             self.library, self.rows.adapters, place, x, alone, ranks, out, is_gated=is_gated

@@ -10,9 +10,9 @@
 #include "tile.h"
 
 enum {
-    BLOCK_ROWS = 24,     /* are added to at a time: few, so that a share has many panels of each */
+    BLOCK_ROWS = 96,     /* are added to at a time, so that B stays in a cache */
     SHARE_BYTES = 16384, /* of B, about: a microsecond from memory */
-    ROW_BYTES = 64,      /* what adding to 32 columns of a row costs, in such bytes */
+    ROW_BYTES = 256,     /* what adding to 32 columns of a row costs, in such bytes */
     L1_WAYS = 8,
     L1_SET_BYTES = 4096, /* rows so far apart fall on the same lines of the first-level cache */
 };
