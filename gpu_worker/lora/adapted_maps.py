@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from gpu_worker.models.llama_config import LlamaConfig
+from kernels.cpu.low_rank import MAPS
 
 MapName: TypeAlias = str
-"""Of a map as the decoder has it: of "qkv", "attention_output", "gate_up" and "down" one."""
+"""Of a map as the decoder has it, one of these."""
 
-QKV: Final = "qkv"
-ATTENTION_OUTPUT: Final = "attention_output"
-GATE_UP: Final = "gate_up"
-DOWN: Final = "down"
+QKV, ATTENTION_OUTPUT, GATE_UP, DOWN = MAPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpu_worker.json_fields import ModelError
 from gpu_worker.lora.adapted_maps import AdaptedMap, adapted_maps
-from gpu_worker.lora.adapter import Adapter, LowRankMap
+from gpu_worker.lora.adapter import Adapter, LowRankMap, native_adapter
 from gpu_worker.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.model_config import ModelConfig
@@ -71,7 +71,8 @@ def load_adapter(
                 " safetensors is read: convert it"
             ) from error
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-    return Adapter(AdapterId(name, _digest(directory), str(directory.absolute())), loaded)
+    of = AdapterId(name, _digest(directory), str(directory.absolute()))
+    return Adapter(of, loaded, native_adapter(loaded))
 
 
 def _adapted_modules(
@@ -109,10 +110,14 @@ def _low_rank_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LowRankMap:
-    """One pair for a fused map: A one above the other `[R, K]`, B along a diagonal `[N, R]`."""
+    """One pair for a fused map: A one above the other `[R, K]`, B along a diagonal `[N, R]`.
+
+    An odd number of ranks gets one more, of zeros: our own kernel takes pairs.
+    """
     rank = config.rank
     num_ranks = rank * sum(module in adapted for module, _ in of.modules)
-    down = torch.empty(num_ranks, of.num_in)
+    num_ranks += num_ranks % 2
+    down = torch.zeros(num_ranks, of.num_in)
     up = torch.zeros(sum(num_out for _, num_out in of.modules), num_ranks)
     first_rank = first_out = 0
     for module, num_out in of.modules:

@@ -15,6 +15,7 @@ from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.linear import Linear
 from gpu_worker.step import Int64Array
 from gpu_worker.upload import upload
+from kernels.cpu.low_rank import RowAdapters
 
 NO_ADAPTER = 0
 """What a row has instead of the number of an adapter: they count from 1."""
@@ -34,6 +35,8 @@ class StepAdapters:
     """The adapters of a step's tokens; tokens that no adapter has are the model's alone."""
 
     _tokens: tuple[_Tokens, ...]
+    native: RowAdapters | None
+    """The same for a native decoder; None: it has no code for one of them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
         """The layer of this index, with what the adapters add to its maps."""
@@ -95,11 +98,18 @@ def step_adapters(
     if not numbers.any():  # as in every step of a worker without adapters
         return None
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
+    native = _native(numbers, {number: adapters[number] for number in used})
     if (numbers == used[0]).all():
-        return StepAdapters((_Tokens(adapters[used[0]], None),))
+        return StepAdapters((_Tokens(adapters[used[0]], None),), native)
     places = upload([np.flatnonzero(numbers == number) for number in used], device)
     return StepAdapters(
         tuple(
             _Tokens(adapters[number], of_one) for number, of_one in zip(used, places, strict=True)
-        )
+        ),
+        native,
     )
+
+
+def _native(numbers: Int64Array, used: Mapping[int, Adapter]) -> RowAdapters | None:
+    native = {n: adapter.native for n, adapter in used.items() if adapter.native is not None}
+    return RowAdapters(numbers, native) if len(native) == len(used) else None

@@ -7,6 +7,7 @@ heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V`
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -19,6 +20,7 @@ from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.parallel.ranks import Ranks
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.low_rank import RowAdapters
 from kernels.cpu.native_inputs import NativeInputs, NativeWanted
 
 
@@ -64,8 +66,9 @@ class Decoder:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
         else:
             residual = functional.embedding(token_ids, self.embedding)
-        native = None  # has no place for adapters
-        if self._native is not None and metadata.adapters is None:
+        adapters = metadata.adapters
+        native = None
+        if self._native is not None and (adapters is None or adapters.native is not None):
             native = self._native.over(pool)
         if native is not None:
             return native.forward(
@@ -77,6 +80,7 @@ class Decoder:
                     seq_lens=metadata.seq_lens,
                     query_start_loc=metadata.query_start_loc,
                     wanted=_native_wanted(metadata),
+                    adapters=None if adapters is None else adapters.native,
                 )
             )
         eps = self.config.rms_norm_eps
@@ -171,4 +175,8 @@ def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> De
 def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
     if metadata.wanted is None:
         return None
-    return NativeWanted(metadata.wanted.places, metadata.wanted.metadata.query_start_loc)
+    places, alone = metadata.wanted.places, metadata.wanted.metadata
+    adapters = None if alone.adapters is None else alone.adapters.native
+    if adapters is None and metadata.adapters is not None:
+        adapters = RowAdapters(np.zeros(len(places), np.int64), {})
+    return NativeWanted(places, alone.query_start_loc, adapters)

@@ -11,7 +11,7 @@ size, `M` blocks of the longest block table.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class _Size(NamedTuple):
     """None: all tokens are wanted, and have no memory of their own."""
     has_partials: bool
     """Whether attention may give partial results."""
+    num_ranks: int
+    """The most of a token's adapter; 0: no token has one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +96,7 @@ class NativeDecoder:
             num_tokens=_rounded_up(num_tokens),
             num_wanted=None if num_wanted is None else _rounded_up(num_wanted),
             has_partials=num_partials > 0,
+            num_ranks=_rounded_up(inputs.max_ranks),
         )
         if (step := self._steps.get(size)) is None:
             step = self._make(size)
@@ -108,19 +111,20 @@ class NativeDecoder:
         return out
 
     def _make(self, size: _Size) -> _Step:
-        num_elements = Workspace.num_elements(self._shape, size.num_tokens)
+        shape = replace(self._shape, num_ranks=size.num_ranks)
+        num_elements = Workspace.num_elements(shape, size.num_tokens)
         num_works = min(max(2, _APART_BYTES // (num_elements * _DTYPE.itemsize)), len(self._layers))
         num_wanted = size.num_wanted or 0
         memory = self._memory_for(
-            num_works * num_elements + Workspace.num_elements(self._shape, num_wanted)
+            num_works * num_elements + Workspace.num_elements(shape, num_wanted)
         )
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
-        works = [Workspace.of(self._shape, size.num_tokens, part) for part in parts]
+        works = [Workspace.of(shape, size.num_tokens, part) for part in parts]
         wanted = None
         if size.num_wanted is not None:
-            wanted = Workspace.of(self._shape, num_wanted, memory[num_works * num_elements :])
+            wanted = Workspace.of(shape, num_wanted, memory[num_works * num_elements :])
         partials = tuple(f"partials_{i}" for i in range(num_works if size.has_partials else 0))
-        layer_calls = LayerCalls(self._library, self._shape, self._cos_sin)
+        layer_calls = LayerCalls(self._library, shape, self._cos_sin)
 
         calls: list[Call] = []
         firsts: list[int] = []  # of each layer's calls
@@ -130,7 +134,7 @@ class NativeDecoder:
             firsts.append(len(calls))
             ends_in = wanted if i == len(self._layers) - 1 else None
             partial = partials[i % num_works] if partials else None
-            calls += layer_calls.of(layer, caches, before, work, partial, ends_in)
+            calls += layer_calls.of(i, layer, caches, before, work, partial, ends_in)
             before = work if ends_in is None else ends_in
         assert before is not None, "a decoder has at least one layer"
         total = torch.empty_like(before.output)

@@ -7,13 +7,14 @@ size, `M` blocks of the longest block table.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
 from kernels.cpu.library import DTYPES, Call, Field, Library
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.low_rank import MAPS, low_rank_calls
 from kernels.cpu.native_inputs import StepField
 from kernels.cpu.quantized import QuantizedLinear
 from kernels.cpu.store import store_fields
@@ -23,6 +24,18 @@ NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
 """A linear map that a program can call."""
 
 _DTYPE: Final = torch.bfloat16
+
+
+class _Rows(NamedTuple):
+    """What a step says of the rows that calls are for."""
+
+    num: Field
+    starts: str
+    adapters: Field
+
+
+_ALL: Final = _Rows(StepField.NUM_TOKENS, StepField.QUERY_START_LOC, StepField.ADAPTERS)
+_WANTED: Final = _Rows(StepField.NUM_WANTED, StepField.WANTED_START_LOC, StepField.WANTED_ADAPTERS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +76,7 @@ class LayerCalls:
 
     def of(
         self,
+        index: int,
         layer: NativeLayer,
         caches: LayerCaches,
         before: Workspace | None,
@@ -70,39 +84,42 @@ class LayerCalls:
         partials: str | None,
         wanted: Workspace | None = None,
     ) -> Iterator[Call]:
-        """A layer's calls, from what the layer `before` wrote (None: it is the first) to `work`.
+        """The calls of layer `index`, from what the one `before` wrote (None: the first) to `work`.
 
         `partials` names where attention's partial results go; None: there are none. Of the last
         layer `wanted` is where it ends if not all tokens' final hidden states are wanted: all are
         stored, and what comes after that is for these alone.
         """
-        num_rows: Field = StepField.NUM_TOKENS
+        rows = _ALL
         residual: Field = StepField.HIDDEN
         if before is None:
-            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), num_rows)
+            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), rows.num)
         else:
             residual = work.residual.data_ptr()
             yield self.add_norm(
-                before, residual, layer.input_norm, work.normed.data_ptr(), num_rows
+                before, residual, layer.input_norm, work.normed.data_ptr(), rows.num
             )
-        yield layer.qkv.call(work.normed, work.qkv.flatten(1), num_rows)
+        maps = _Maps(self._library, index, work, rows)
+        yield from maps.calls("qkv", layer.qkv, work.normed, work.qkv.flatten(1))
         yield from self._store(layer, caches, work)
-        starts = StepField.QUERY_START_LOC
         if wanted is not None:
             if not len(wanted.query):
                 return
-            num_rows, starts = StepField.NUM_WANTED, StepField.WANTED_START_LOC
+            rows = _WANTED
             yield self._gather(work.query.data_ptr(), wanted.query.flatten(1))
             yield self._gather(residual, wanted.residual, joins=True)
             residual, work = wanted.residual.data_ptr(), wanted
-        yield from self._attend(layer, caches, work, partials, num_rows, starts)
-        yield layer.attention_output.call(work.attended, work.attention_output, num_rows)
+            maps = _Maps(self._library, index, work, rows)
+        yield from self._attend(layer, caches, work, partials, rows)
+        yield from maps.calls(
+            "attention_output", layer.attention_output, work.attended, work.attention_output
+        )
         yield self._norm(
             work.attention_output.data_ptr(), residual, work.mlp_residual.data_ptr(),
-            layer.mlp_norm, work.mlp_normed.data_ptr(), num_rows,
+            layer.mlp_norm, work.mlp_normed.data_ptr(), rows.num,
         )  # fmt: skip
-        yield from self._gate(layer, work, num_rows)
-        yield layer.down.call(work.gated, work.output, num_rows)
+        yield from self._gate(layer, work, maps)
+        yield from maps.calls("down", layer.down, work.gated, work.output)
 
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
@@ -175,19 +192,18 @@ class LayerCalls:
         caches: LayerCaches,
         work: Workspace,
         partials: str | None,
-        num_rows: Field,
-        query_start_loc: str,
+        rows: _Rows,
     ) -> Iterator[Call]:
-        """From `work.query`, of which each sequence's rows start there, to `work.attended`."""
+        """From `work.query` to `work.attended`."""
         library = self._library
         keys, values = caches.keys, caches.values
         _, num_heads, head_dim = work.query.shape
         fields: tuple[Field, ...] = (
             DTYPES[_DTYPE], kv_format(keys, caches.key_scales), StepField.NUM_SEQS,
-            num_rows, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
+            rows.num, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
             work.query.data_ptr(), keys.data_ptr(), values.data_ptr(),
             address(caches.key_scales), address(caches.value_scales),
-            StepField.BLOCK_TABLES, StepField.SEQ_LENS, query_start_loc, 0,
+            StepField.BLOCK_TABLES, StepField.SEQ_LENS, rows.starts, 0,
             work.attended.data_ptr(), 0 if partials is None else partials,
             *work.query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
             *scale_strides(caches.key_scales), *scale_strides(caches.value_scales),
@@ -197,14 +213,60 @@ class LayerCalls:
         if partials is not None:
             yield Call(library.merge_splits, fields)
 
-    def _gate(self, layer: NativeLayer, work: Workspace, num_rows: Field) -> Iterator[Call]:
+    def _gate(self, layer: NativeLayer, work: Workspace, maps: "_Maps") -> Iterator[Call]:
         """From `work.mlp_normed` to `work.gated`."""
         if self._shape.is_gated:
-            assert isinstance(layer.gate_up, PackedLinear), "the shape says that all layers can"
-            yield layer.gate_up.call_gated(work.mlp_normed, work.gated, num_rows)
+            yield from maps.gated_calls("gate_up", layer.gate_up, work.mlp_normed, work.gated)
             return
-        yield layer.gate_up.call(work.mlp_normed, work.gate_up, num_rows)
+        yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
         yield Call(self._library.silu_mul, (
-            DTYPES[_DTYPE], num_rows, work.gated.shape[1],
+            DTYPES[_DTYPE], maps.rows.num, work.gated.shape[1],
             work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
         ))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Maps:
+    """Makes the calls of the linear maps of some rows in one layer."""
+
+    library: Library
+    layer: int
+    work: Workspace
+    rows: _Rows
+
+    def calls(
+        self,
+        name: str,  # in MAPS
+        linear: NativeLinear,
+        x: torch.Tensor,  # [T, K]
+        out: torch.Tensor,  # [T, N]
+    ) -> Iterator[Call]:
+        """From `x` to `out`, with what adapters add if there are any."""
+        if name not in self.work.adapted:
+            yield linear.call(x, out, self.rows.num)
+            return
+        yield from self._adapted(name, linear, x, out, is_gated=False)
+
+    def gated_calls(
+        self,
+        name: str,
+        linear: NativeLinear,
+        x: torch.Tensor,  # [T, K]
+        out: torch.Tensor,  # [T, N / 2]
+    ) -> Iterator[Call]:
+        """As `calls`, but the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`."""
+        if name not in self.work.adapted:
+            assert isinstance(linear, PackedLinear), "the shape says that all layers can"
+            yield linear.call_gated(x, out, self.rows.num)
+            return
+        yield from self._adapted(name, linear, x, out, is_gated=True)
+
+    def _adapted(
+        self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool
+    ) -> Iterator[Call]:
+        alone, ranks = self.work.adapted[name].alone, self.work.adapted[name].ranks
+        yield linear.call(x, alone, self.rows.num)
+        place = self.layer * len(MAPS) + MAPS.index(name)
+        yield from low_rank_calls(
+            self.library, self.rows.adapters, place, x, alone, ranks, out, is_gated=is_gated
+        )

@@ -137,6 +137,9 @@ class Library:
         self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
         """The second half of `attention`, by the same fields, where there are partial results."""
         self.linear = Kernel(library, "linear", "3q4P4q")
+        self.low_rank_down = Kernel(library, "low_rank_down", "P2q2P2q")
+        self.low_rank_up = Kernel(library, "low_rank_up", "P2q3P4q")
+        """After `low_rank_down`: the second half of what adapters add, to where it is wanted."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None

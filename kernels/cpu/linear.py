@@ -58,6 +58,11 @@ class PackedLinear:
         """N."""
         return self._num_out
 
+    @property
+    def panels(self) -> torch.Tensor:
+        """The weight as C reads it: bfloat16[ceil(N / 32), K / 2, 32, 2]."""
+        return self._panels
+
     def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Map bfloat16 `[T, K]` to `[T, N]`; a row's result depends on no other row.
 

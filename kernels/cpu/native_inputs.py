@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from kernels.checks import check_tensor
+from kernels.cpu.low_rank import RowAdapters
 
 _DTYPE: Final = torch.bfloat16
 
@@ -33,6 +34,10 @@ class StepField(StrEnum):
     """Of the wanted tokens."""
     WANTED_START_LOC = auto()
     """As `QUERY_START_LOC`, among the wanted tokens."""
+    ADAPTERS = auto()
+    """Of the tokens."""
+    WANTED_ADAPTERS = auto()
+    """Of the wanted tokens."""
     OUT = auto()
     """Where the final hidden states go."""
 
@@ -45,6 +50,8 @@ class NativeWanted:
     """int64[N]: among the step's tokens, ascending."""
     query_start_loc: torch.Tensor
     """int32[S + 1]: where each sequence's start among these."""
+    adapters: RowAdapters | None = None
+    """Of these; None if the step has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +72,18 @@ class NativeInputs:
     """int32[S + 1]."""
     wanted: NativeWanted | None = None
     """None: all."""
+    adapters: RowAdapters | None = None
+    """None: no token has one."""
 
     @property
     def num_wanted(self) -> int | None:
         """N; None: all."""
         return None if self.wanted is None else len(self.wanted.places)
+
+    @property
+    def max_ranks(self) -> int:
+        """The most ranks of the adapters; 0: there are none."""
+        return 0 if self.adapters is None else self.adapters.max_ranks
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -92,6 +106,10 @@ class NativeInputs:
                 StepField.PLACES: wanted.places.data_ptr(),
                 StepField.WANTED_START_LOC: wanted.query_start_loc.data_ptr(),
             }
+            if wanted.adapters is not None:
+                numbers[StepField.WANTED_ADAPTERS] = wanted.adapters.address
+        if self.adapters is not None:
+            numbers[StepField.ADAPTERS] = self.adapters.address
         return numbers
 
     def check(self, hidden_size: int) -> None:
@@ -112,3 +130,13 @@ class NativeInputs:
             check_tensor(
                 "wanted.query_start_loc", starts, (num_seqs + 1,), torch.int32, self.hidden
             )
+            _check_adapters("wanted.adapters", self.adapters, self.wanted.adapters, len(places))
+        _check_adapters("adapters", self.adapters, self.adapters, num_tokens)
+
+
+def _check_adapters(
+    name: str, of_step: RowAdapters | None, adapters: RowAdapters | None, num_tokens: int
+) -> None:
+    if of_step is not None and (adapters is None or adapters.num_tokens != num_tokens):
+        of = "none" if adapters is None else f"those of {adapters.num_tokens}"
+        raise ValueError(f"{name} is {of}, required are those of {num_tokens} tokens")

@@ -3,14 +3,17 @@
 Nothing is written twice while a thread that is late may still be at it: see `Program`.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
-`I` intermediate size.
+`I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+
+from kernels.cpu.low_rank import MAPS
 
 _LINE: Final = 32
 """Elements of a line of the cache."""
@@ -30,7 +33,19 @@ class NativeShape:
     has_qk_norm: bool
     """Whether heads of queries and keys are normed."""
     is_gated: bool
-    """Whether the map to gate and up gives their product."""
+    """Whether the map to gate and up, or what adapters add to it, gives their product."""
+    num_ranks: int = 0
+    """R, at most; 0: there are no adapters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedWork:
+    """What a map's calls write where there are adapters, before its output; both bfloat16."""
+
+    alone: torch.Tensor
+    """[T, N]: what the model's map gives."""
+    ranks: torch.Tensor
+    """[T, R]: what the adapters' A give, in the order by adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +78,8 @@ class Workspace:
     """[T, I]."""
     output: torch.Tensor
     """[T, E]: of the feed-forward part."""
+    adapted: Mapping[str, AdaptedWork]
+    """By the names in `MAPS`; empty where there are no adapters."""
 
     @staticmethod
     def num_elements(shape: NativeShape, num_tokens: int) -> int:
@@ -79,17 +96,27 @@ class Workspace:
             parts[name] = memory[at : at + length].view(num_tokens, *size)
             at += _rounded_up(length)
         parts["gated"] = parts["gated"][:, : shape.intermediate_size]
-        return cls(**parts)
+        adapted = {
+            name: AdaptedWork(parts.pop(f"{name}.alone"), parts.pop(f"{name}.ranks"))
+            for name in (MAPS if shape.num_ranks else ())
+        }
+        return cls(**parts, adapted=adapted)
 
 
 def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
     """Of each part of a workspace, for one token."""
     hidden, size, dim = (shape.hidden_size,), shape.head_dim, shape.intermediate_size
     query, key = (shape.num_heads, size), (shape.num_kv_heads, size)
-    return {
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    adapted: dict[str, tuple[int, ...]] = {}
+    if shape.num_ranks:
+        nums_out = num_heads * size, shape.hidden_size, 2 * dim, shape.hidden_size
+        adapted = {f"{name}.alone": (n,) for name, n in zip(MAPS, nums_out, strict=True)}
+        adapted |= {f"{name}.ranks": (shape.num_ranks,) for name in MAPS}
+    return adapted | {
         "residual": hidden,
         "normed": hidden,
-        "qkv": (shape.num_heads + 2 * shape.num_kv_heads, size),
+        "qkv": (num_heads, size),
         "normed_query": query if shape.has_qk_norm else (0, 1),
         "normed_key": key if shape.has_qk_norm else (0, 1),
         "query": query,

@@ -1,0 +1,169 @@
+"""What LoRA adapters cost a step: with none, one for all rows, four, natively and layer by layer.
+
+    python bench/make_model.py /tmp/llama-125m
+    python bench/adapters.py /tmp/llama-125m
+
+The worker's part of a step from its rows to the final hidden states, without logits and sampling,
+in bfloat16 on a CPU: decodes of 1, 8 and 32 rows that have 160 tokens, and 512 tokens of one or of
+four prompts. The adapters are random and add to all seven modules. The ways take turns; medians.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from gpu_worker.input_batch import build_input_batch
+from gpu_worker.kv_pool import KvPool
+from gpu_worker.lora.adapted_maps import adapted_maps
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.model_runner import Decoder
+from gpu_worker.model_source import open_model
+from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.rows import Rows, ScheduledRows
+from gpu_worker.step import Limits
+
+_DTYPE, _DEVICE = torch.bfloat16, torch.device("cpu")
+_CONTEXT, _PROMPT_LEN, _BLOCK_SIZE, _NUM_ADAPTERS = 160, 512, 16, 4
+_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a step."""
+
+    name: str
+    num_adapters: int
+    is_native: bool
+
+
+WAYS = (
+    Way("no adapter", 0, is_native=True),
+    Way("one", 1, is_native=True),
+    Way("one, layer by layer", 1, is_native=False),
+    Way("four", 4, is_native=True),
+    Way("four, layer by layer", 4, is_native=False),
+)
+
+
+class Steps:
+    """Steps of a model over a pool of its own."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        source = open_model(directory)
+        assert isinstance(source.config, LlamaConfig), "adapters are for these"
+        self._model: Decoder = source.load(_DTYPE, _DEVICE, lambda _: None)
+        self._limits = Limits(
+            max_num_seqs=32,
+            max_model_len=1024,
+            max_num_batched_tokens=2048,
+            num_blocks=32 * 64,
+            block_size=_BLOCK_SIZE,
+            vocab_size=source.config.vocab_size,
+        )
+        self._pool = KvPool(source.config, self._limits.num_blocks, _BLOCK_SIZE, _DTYPE, _DEVICE)
+        self._rows = Rows(self._limits)
+        generator = np.random.default_rng(0)
+        vocab, tokens = self._limits.vocab_size, self._rows.token_ids
+        tokens[:] = generator.integers(vocab, size=tokens.shape)
+        blocks = generator.permutation(self._limits.num_blocks)
+        self._rows.block_tables[:] = blocks.reshape(self._limits.max_num_seqs, -1)
+        self._last_token_ids = torch.zeros(self._limits.max_num_seqs, dtype=torch.int64)
+        self._adapters = random_adapters(source.config, rank)
+        plain = {n: replace(adapter, native=None) for n, adapter in self._adapters.items()}
+        self._adapters_of = {True: self._adapters, False: plain}
+
+    def seconds(self, way: Way, num_rows: int, start: int, num_tokens: int) -> float:
+        """One step: `num_tokens` of each row after `start`."""
+        rows = np.arange(num_rows)
+        self._rows.adapter[rows] = 1 + rows % way.num_adapters if way.num_adapters else 0
+        is_decode = num_tokens == 1
+        scheduled = ScheduledRows(
+            rows=rows,
+            starts=np.full(num_rows, start),
+            lens=np.full(num_rows, num_tokens),
+            num_decodes=num_rows if is_decode else 0,
+            sampling=rows,
+            positions=np.full(num_rows, start + num_tokens),
+            incarnations=np.zeros_like(rows),
+        )
+        began = time.perf_counter()
+        batch = build_input_batch(
+            self._rows,
+            scheduled,
+            self._last_token_ids,
+            _BLOCK_SIZE,
+            is_all_known=True,
+            adapters=self._adapters_of[way.is_native],
+        )
+        self._model.forward(batch.token_ids, batch.positions, self._pool, batch.metadata)
+        return time.perf_counter() - began
+
+
+def random_adapters(config: LlamaConfig, rank: int) -> Mapping[int, Adapter]:
+    """Adapters by their numbers, loaded from files."""
+    adapters = {}
+    for number in range(1, _NUM_ADAPTERS + 1):
+        with tempfile.TemporaryDirectory() as name:
+            write_adapter(Path(name), config, rank)
+            adapters[number] = load_adapter(str(number), Path(name), config, _DTYPE, _DEVICE)
+    return adapters
+
+
+def write_adapter(directory: Path, config: LlamaConfig, rank: int) -> None:
+    """As PEFT does."""
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": _MODULES}
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+    tensors = {}
+    for layer in range(config.num_layers):
+        for of in adapted_maps(config, layer):
+            for module, num_out in of.modules:
+                name = f"base_model.model.{module}"
+                tensors[f"{name}.lora_A.weight"] = 0.02 * torch.randn(rank, of.num_in)
+                tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(num_out, rank)
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        description="What LoRA adapters cost a step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="a directory as make_model.py writes it")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--turns", type=int, default=30, help="of each way")
+    given = parser.parse_args()
+    steps = Steps(given.model, given.rank)
+    print(
+        f"ms, medians of {given.turns} turns; rank {given.rank}, {torch.get_num_threads()} threads"
+    )
+    cases = [(f"decode, {n} rows", n, _CONTEXT, 1) for n in (1, 8, 32)]
+    cases += [(f"{n} prompts, {_PROMPT_LEN} tokens", n, 0, _PROMPT_LEN // n) for n in (1, 4)]
+    for name, num_rows, start, num_tokens in cases:
+        ways = [way for way in WAYS if way.num_adapters <= num_rows]
+        times: dict[str, list[float]] = {way.name: [] for way in ways}
+        with torch.inference_mode():
+            for turn in range(-2, given.turns):
+                for way in ways:
+                    num_steps = 1 if num_tokens > 1 else 4
+                    took = [
+                        steps.seconds(way, num_rows, start, num_tokens) for _ in range(num_steps)
+                    ]
+                    if turn >= 0:
+                        times[way.name].append(statistics.median(took))
+        medians = {way: 1000 * statistics.median(took) for way, took in times.items()}
+        print(f"{name}: " + ", ".join(f"{way} {ms:.2f}" for way, ms in medians.items()))
+
+
+if __name__ == "__main__":
+    main()

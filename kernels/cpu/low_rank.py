@@ -1,0 +1,128 @@
+"""What LoRA adapters add to the linear maps of a native decoder's layers, in C.
+
+Symbols: `T` tokens, `L` layers, `K` input features of a map, `N` its output features, `R` ranks of
+an adapter's pair of maps, `G` groups of tokens of one adapter each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.cpu.library import Call, Field, Library
+from kernels.cpu.linear import PackedLinear
+
+MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
+"""The maps of a layer that adapters add to, in the order in which C counts them."""
+
+PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
+"""A, K to R, and B, scaled, R to N; R is even."""
+
+
+class NativeAdapter:
+    """An adapter as C finds it: the addresses of its weights. It never changes."""
+
+    def __init__(self, layers: Sequence[Mapping[str, PackedPair]]) -> None:
+        """`layers` has of each layer, by the names in `MAPS`, the maps that it adds to."""
+        self._layers = tuple(layers)  # C reads them
+        self._spans: list[torch.Tensor] = []
+        self._table = np.zeros((len(layers) * len(MAPS), 4), np.int64)  # C's `low_rank`
+        for index, layer in enumerate(layers):
+            for name, (down, up) in layer.items():
+                spans = _spans(up.panels)
+                self._spans.append(spans)
+                self._table[index * len(MAPS) + MAPS.index(name)] = (
+                    down.panels.data_ptr(), up.panels.data_ptr(), spans.data_ptr(), down.num_out,
+                )  # fmt: skip
+
+    @property
+    def max_ranks(self) -> int:
+        """The most R that it has."""
+        return int(self._table[:, 3].max())
+
+    @property
+    def address(self) -> int:
+        """Of what it adds to the first map of the first layer."""
+        return self._table.ctypes.data
+
+
+def _spans(panels: torch.Tensor) -> torch.Tensor:
+    """int32[ceil(N / 32), 2]: the first and the end of those steps where a panel is not all zero.
+
+    Of maps that are fused into one, each reads the ranks of its own alone.
+    """
+    is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
+    num_steps = is_used.shape[1]
+    steps = torch.arange(num_steps)
+    first = torch.where(is_used, steps, num_steps).amin(1)
+    end = torch.where(is_used, steps + 1, 0).amax(1)
+    return torch.stack((first.minimum(end), end), dim=1).to(torch.int32)
+
+
+class RowAdapters:
+    """Which adapter each token of a step has, as C reads it."""
+
+    def __init__(
+        self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
+    ) -> None:
+        """`numbers[t]`, int64[T], is that of token t's adapter; what `adapters` lacks is none."""
+        num_tokens = len(numbers)
+        self._places = np.argsort(numbers, kind="stable")
+        ordered = numbers[self._places]
+        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))  # [G]; no number is below 0
+        used = [adapters.get(number) for number in ordered[firsts].tolist()]
+        self._adapters = [adapter for adapter in used if adapter is not None]  # C reads them
+        groups = np.empty((len(firsts), 3), np.int64)
+        groups[:, 0] = firsts
+        groups[:, 1] = [*firsts[1:], num_tokens] if num_tokens else []
+        groups[:, 2] = [0 if adapter is None else adapter.address for adapter in used]
+        places = self._places.ctypes.data if len(firsts) > 1 else 0
+        self._table = np.array([num_tokens, len(firsts), places, *groups.flat], np.int64)
+        self.num_tokens = num_tokens
+
+    @property
+    def max_ranks(self) -> int:
+        """The most R of the adapters."""
+        return max((adapter.max_ranks for adapter in self._adapters), default=0)
+
+    @property
+    def address(self) -> int:
+        """Of C's `row_adapters`; it lives as long as this."""
+        return self._table.ctypes.data
+
+
+def low_rank_calls(
+    library: Library,
+    rows: Field,
+    place: int,
+    x: torch.Tensor,
+    alone: torch.Tensor,
+    ranks: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    is_gated: bool = False,
+) -> Iterator[Call]:
+    """The calls that write to `out` what a map gave `alone`, and what adapters make of `x` besides.
+
+    They follow the call of that map. All tensors are bfloat16; rows may lie apart.
+
+    Args:
+        library: the native code.
+        rows: the address of the step's `RowAdapters`.
+        place: of the map among all of an adapter's: `layer * len(MAPS)` and that in `MAPS`.
+        x: [T, K].
+        alone: [T, N].
+        ranks: [T, R], of the most R in a step: memory for A x.
+        out: [T, N], other memory than `alone`.
+        is_gated: whether it is `silu(gate) * up` [T, N / 2] that goes to `out`, where the map's
+            output is `[gate, up]`; a map that `can_gate`.
+    """
+    yield Call(library.low_rank_down, (
+        rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),
+    ), joins=True)  # fmt: skip
+    yield Call(library.low_rank_up, (
+        rows, place, out.shape[1], alone.data_ptr(), ranks.data_ptr(), out.data_ptr(),
+        alone.stride(0), ranks.stride(0), out.stride(0), is_gated,
+    ))  # fmt: skip
