@@ -46,11 +46,10 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.ListAdaptersResponse:
         """Say which the workers hold."""
-        offered = self._adapters.offered
         return adapters_pb2.ListAdaptersResponse(
             adapters=[
                 adapters_pb2.LoadedAdapter(
-                    adapter=adapter_to_proto(each), is_leaving=each not in offered
+                    adapter=adapter_to_proto(each), is_leaving=self._adapters.is_leaving(each)
                 )
                 for each in self._adapters.held
             ]
