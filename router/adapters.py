@@ -52,16 +52,16 @@ class Adapters:
         schedulers = self._schedulers.all_questions()
         return await self._finishing.finish(self._load(schedulers, name, directory))
 
-    async def unload(self, name: str, peer: str) -> None:
+    async def unload(self, name: str, peer: str, digest: bytes = b"") -> None:
         """Have every scheduler unload an adapter; returns when no request has it any more.
 
-        Raises `NotFoundError` if none has one of that name.
+        Raises `NotFoundError` if none has one of that name, and digest, unless that is empty.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("told to unload an adapter", name=name, peer=peer)
         schedulers = self._schedulers.all_questions()
         ends = await self._finishing.finish(
-            _ask(schedulers, lambda each: each.unload_adapter(name))
+            _ask(schedulers, lambda each: each.unload_adapter(name, digest))
         )
         errors = [end for end in ends if isinstance(end, QuireError)]
         if all(isinstance(error, NotFoundError) for error in errors) and len(errors) < len(ends):
@@ -86,12 +86,12 @@ class Adapters:
         ends = await _ask(schedulers, lambda each: each.load_adapter(name, directory))
         loaded = [end for end in ends if isinstance(end, LoadAdapterResponse)]
         if len(loaded) < len(ends):
-            new = [
-                scheduler
+            new = {
+                scheduler: end.adapter.digest
                 for scheduler, end in zip(schedulers, ends, strict=True)
                 if isinstance(end, LoadAdapterResponse) and not end.was_there
-            ]
-            await _ask(new, lambda each: each.unload_adapter(name))
+            }
+            await _ask([*new], lambda each: each.unload_adapter(name, new[each]))
             raise next(end for end in ends if isinstance(end, QuireError))
         adapter = adapter_from_proto(loaded[0].adapter)
         with contextlib.suppress(TimeoutError):  # its news are on another stream

@@ -37,7 +37,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Have every worker unload one, when no request has it any more."""
-        await self._adapters.unload(request.name)
+        await self._adapters.unload(request.name, request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802

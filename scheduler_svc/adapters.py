@@ -83,19 +83,20 @@ class Adapters:
         """
         return await self._finishing.finish(self._load(name, directory))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, digest: bytes = b"") -> None:
         """Offer an adapter no more; when no request has it, have every worker unload it.
 
         It goes on if the caller leaves.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: There is none of this name; nor of this digest, unless that is empty.
             FailedPreconditionError: It is leaving already.
             QuireError: A worker would not let it go.
         """
         adapter = self._held.get(name)
-        if adapter is None:
-            raise NotFoundError(f"LoRA adapter {name!r} is not loaded")
+        if adapter is None or digest not in (b"", adapter.digest):
+            which = f" ({digest.hex()[:8]})" if digest else ""
+            raise NotFoundError(f"LoRA adapter {name!r}{which} is not loaded")
         self._check_stays(name)
         self._leaving.add(name)
         self._tell()

@@ -57,7 +57,11 @@ async def test_another_of_the_name_is_refused_and_the_first_stays(folder):
             "ALREADY_EXISTS",
             f"worker {worker.target}: it has other contents",
         )
+        other = adapters_pb2.UnloadAdapterRequest(name="sql", digest=b"b" * 32)
+        code, details = await refusal(router.adapters.UnloadAdapter(other))
+        assert (code, details) == ("NOT_FOUND", "LoRA adapter 'sql' (62626262) is not loaded")
         assert await router.listed() == [("sql", A)]
+        assert router.told == ["sql"]
 
 
 async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_end(folder):
