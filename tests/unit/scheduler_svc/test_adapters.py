@@ -132,6 +132,7 @@ async def test_what_was_lost_is_unloaded_wherever_it_comes_from(service):
     service.sessions.clear()
     await service.attach("a", Worker())
     assert service.told == [{OLD}, set()]
+    service.sessions.clear()
     worker = await service.attach("b", Worker(OLD))
     assert worker.has == {}
     assert service.adapters.held == ()
