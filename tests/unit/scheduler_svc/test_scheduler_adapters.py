@@ -11,6 +11,7 @@ from scheduler_harness import get, running_scheduler
 from quire.v1 import adapters_pb2, scheduler_pb2
 from scheduler_svc import adapter_use
 from scheduler_svc.adapter_service import AdapterServicer
+from scheduler_svc.adapter_use import AdapterUse
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -117,6 +118,8 @@ async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known)
 
 
 async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monkeypatch):
+    expect = AdapterUse.expect
+    monkeypatch.setattr(AdapterUse, "expect", lambda _: None)  # at the start
     async with service(folder, 1) as (scheduler, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
@@ -125,6 +128,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         await router.wait_for_live(1)
         unloading = asyncio.create_task(router.unload_adapter("sql"))
         await router.read_until(lambda: router.told == [])
+        monkeypatch.setattr(AdapterUse, "expect", expect)
         monkeypatch.setattr(adapter_use, "REUNION_S", 1000.0)
         await other.disconnect()
         await router.wait_for_live(0)
