@@ -9,7 +9,7 @@ from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
 from scheduler_harness import get, running_scheduler
 
 from quire.v1 import adapters_pb2, scheduler_pb2
-from scheduler_svc import adapter_use
+from scheduler_svc import adapter_use, adapters
 from scheduler_svc.adapter_service import AdapterServicer
 from scheduler_svc.adapter_use import AdapterUse
 
@@ -120,6 +120,7 @@ async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known)
 async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monkeypatch):
     expect = AdapterUse.expect
     monkeypatch.setattr(AdapterUse, "expect", lambda _: None)  # at the start
+    monkeypatch.setattr(adapters, "_LOOK_S", 0.0)
     async with service(folder, 1) as (scheduler, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
