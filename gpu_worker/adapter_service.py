@@ -103,8 +103,9 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         async with self._lock:
             _, steps = self._opened()
             adapter = self._find(request.name)
-            if adapter is None:
-                raise NotFoundError(f"LoRA adapter {request.name!r} is not loaded")
+            if adapter is None or request.digest not in (b"", adapter.digest):
+                which = f" ({request.digest.hex()[:8]})" if request.digest else ""
+                raise NotFoundError(f"LoRA adapter {request.name!r}{which} is not loaded")
             adapters = dict(self._worker.adapters)
             removed = steps.remove_adapter(adapters.pop(adapter))
             self._worker.adapters = adapters

@@ -24,7 +24,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Has all schedulers unload one."""
-        await self._adapters.unload(request.name, context.peer())
+        await self._adapters.unload(request.name, context.peer(), request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802

@@ -13,6 +13,7 @@ from router.schedulers import Schedulers
 from router.served_model import ServedModel
 from router.wire import adapter_from_proto
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
+from rpc.finishing import Finishing
 from rpc.operators import Operators
 
 _NEWS_S: Final = 5.0
@@ -26,13 +27,15 @@ log = structlog.get_logger()
 class Adapters:
     """Every method takes the `peer` that calls, as `Operators.check` wants it, and raises as that.
 
-    And `UnavailableError` while there is no scheduler, and what the schedulers refuse.
+    And `UnavailableError` while there is no scheduler, and what the schedulers refuse. What changes
+    them is not begun while one of them is away, and goes on if the caller leaves.
     """
 
     def __init__(self, schedulers: Schedulers, model: ServedModel, operators: Operators) -> None:
         self._schedulers = schedulers
         self._model = model
         self._operators = operators
+        self._finishing = Finishing()
 
     async def load(self, name: str, directory: str, peer: str) -> LoadAdapterResponse:
         """Have every scheduler load an adapter; from then on requests may name it.
@@ -46,34 +49,20 @@ class Adapters:
             raise InvalidArgumentError(
                 "name", f"is {name!r}, which is what requests call the model"
             )
-        schedulers = self._schedulers.questions
-        ends = await _ask(schedulers, lambda each: each.load_adapter(name, directory))
-        loaded = [end for end in ends if isinstance(end, LoadAdapterResponse)]
-        if len(loaded) < len(ends):
-            new = [
-                scheduler
-                for scheduler, end in zip(schedulers, ends, strict=True)
-                if isinstance(end, LoadAdapterResponse) and not end.was_there
-            ]
-            await _ask(new, lambda each: each.unload_adapter(name))
-            raise next(end for end in ends if isinstance(end, QuireError))
-        adapter = adapter_from_proto(loaded[0].adapter)
-        with contextlib.suppress(TimeoutError):  # its news are on another stream
-            async with asyncio.timeout(_NEWS_S):
-                while not self._model.has(adapter):
-                    await self._schedulers.model_change()
-        return LoadAdapterResponse(
-            adapter=loaded[0].adapter, was_there=all(each.was_there for each in loaded)
-        )
+        schedulers = self._schedulers.all_questions()
+        return await self._finishing.finish(self._load(schedulers, name, directory))
 
-    async def unload(self, name: str, peer: str) -> None:
+    async def unload(self, name: str, peer: str, digest: bytes = b"") -> None:
         """Have every scheduler unload an adapter; returns when no request has it any more.
 
-        Raises `NotFoundError` if none has one of that name.
+        Raises `NotFoundError` if none has one of that name, and digest, unless that is empty.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("told to unload an adapter", name=name, peer=peer)
-        ends = await _ask(self._schedulers.questions, lambda each: each.unload_adapter(name))
+        schedulers = self._schedulers.all_questions()
+        ends = await self._finishing.finish(
+            _ask(schedulers, lambda each: each.unload_adapter(name, digest))
+        )
         errors = [end for end in ends if isinstance(end, QuireError)]
         if all(isinstance(error, NotFoundError) for error in errors) and len(errors) < len(ends):
             return
@@ -90,6 +79,28 @@ class Adapters:
             for each in end:
                 name_to_adapter.setdefault(each.adapter.name, each)
         return [name_to_adapter[name] for name in sorted(name_to_adapter)]
+
+    async def _load(
+        self, schedulers: Sequence[SchedulerQuestions], name: str, directory: str
+    ) -> LoadAdapterResponse:
+        ends = await _ask(schedulers, lambda each: each.load_adapter(name, directory))
+        loaded = [end for end in ends if isinstance(end, LoadAdapterResponse)]
+        if len(loaded) < len(ends):
+            new = {
+                scheduler: end.adapter.digest
+                for scheduler, end in zip(schedulers, ends, strict=True)
+                if isinstance(end, LoadAdapterResponse) and not end.was_there
+            }
+            await _ask([*new], lambda each: each.unload_adapter(name, new[each]))
+            raise next(end for end in ends if isinstance(end, QuireError))
+        adapter = adapter_from_proto(loaded[0].adapter)
+        with contextlib.suppress(TimeoutError):  # its news are on another stream
+            async with asyncio.timeout(_NEWS_S):
+                while not self._model.has(adapter):
+                    await self._schedulers.model_change()
+        return LoadAdapterResponse(
+            adapter=loaded[0].adapter, was_there=all(each.was_there for each in loaded)
+        )
 
 
 async def _ask(

@@ -15,6 +15,7 @@ from router.grpc_face import inference_service
 from router.inference import Inference
 from router.kserve.face import kserve_service
 from router.openai import face as openai_face
+from router.openai.web_pages import PageGuard
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.settings import RouterSettings
@@ -71,7 +72,12 @@ async def run_router(
     check = None if api_keys is None else check_operator
     adapters = Adapters(schedulers, inference.model, operators(settings, check))
     http.add_routes(
-        openai_face.routes(inference, adapters, max_body_bytes=settings.max_body_mb * _MIB)
+        openai_face.routes(
+            inference,
+            adapters,
+            guard=_page_guard(settings) if api_keys is None else None,
+            max_body_bytes=settings.max_body_mb * _MIB,
+        )
     )
     if ui is not None:
         http.add_routes(ui.routes())
@@ -99,3 +105,7 @@ async def run_router(
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client
+
+
+def _page_guard(settings: RouterSettings) -> PageGuard:
+    return PageGuard(None if settings.server_tls is not None else settings.host)

@@ -97,6 +97,8 @@ class SchedulerLink:
         """Whether that is no more than a beginning."""
         self.hang: str | None = None
         """How the scheduler that is connected hangs; None: it does not."""
+        self.away_since: float | None = asyncio.get_running_loop().time()
+        """Since when, on the loop's clock, there has been no scheduler; None: there is one."""
         self.table = LiveTable()
         """The sequences that the scheduler works on, or will as soon as there is one."""
         self.room: int | None = None
@@ -275,6 +277,7 @@ class SchedulerLink:
         )
         self.room = None
         outbox = self._outbox = Outbox()
+        self.away_since = None
         for live in lives:
             self.submit(live)
         self._owner.connected(self)
@@ -289,6 +292,7 @@ class SchedulerLink:
             log.info("scheduler not reached", target=self.target, reason=reason)
             return
         self._outbox = None
+        self.away_since = asyncio.get_running_loop().time()
         self._resuming.fail_all(UnavailableError(f"lost the scheduler: {reason}"))
         num_live = len(self.table.lives)
         log.warning("scheduler lost", target=self.target, reason=reason, num_live=num_live)

@@ -52,10 +52,11 @@ class SchedulerQuestions:
             response: adapters_pb2.LoadAdapterResponse = await self._adapters.LoadAdapter(request)
         return response
 
-    async def unload_adapter(self, name: str) -> None:
-        """Has the workers unload one, when no request has it any more."""
+    async def unload_adapter(self, name: str, digest: bytes) -> None:
+        """Has the workers unload one, when no request has it any more; empty: of any digest."""
+        request = adapters_pb2.UnloadAdapterRequest(name=name, digest=digest)
         with calling():
-            await self._adapters.UnloadAdapter(adapters_pb2.UnloadAdapterRequest(name=name))
+            await self._adapters.UnloadAdapter(request)
 
     async def adapters(self) -> Sequence[adapters_pb2.LoadedAdapter]:
         """Asks which the workers have."""

@@ -100,6 +100,7 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
             deadline_s=None if record.deadline is None else max(0.0, record.deadline - now),
             beam=None if record.beam is None else beam_to_proto(record.beam),
             resume_record=record.resume_record,
+            is_again=live.num_submits > 1,
         )
     )
 

@@ -19,6 +19,7 @@ from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
+from router.load_sums import add_up
 from router.resuming import StartResumed
 from router.scheduler_choice import Candidate, choose, has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
@@ -32,10 +33,10 @@ from rpc.members import keep_members
 
 _RETURN_S = 2.0
 """How long a scheduler that is lost may take to return before others do its work again."""
+_AWAY_S = 10.0
+"""How long one that is away may be expected back, with what it had: it must not miss a change."""
 _LOOK_S = 1.0
 """How often schedulers are asked what they have of other routers, if there are several."""
-_NO_SUMS = ("block_size", "fragmentation", "host_fragmentation")
-"""Of loads, the greatest of these is told."""
 
 T = TypeVar("T")
 
@@ -170,11 +171,27 @@ class Schedulers:
             raise self.unavailable()
         return [link.questions for link in self._connected]
 
+    def all_questions(self) -> Sequence[SchedulerQuestions]:
+        """Who answers for all schedulers, for what must reach each of them.
+
+        Raises UnavailableError if none is there, or one is away that was there, or became known,
+        not long ago. One that is away for longer may be one that stands by.
+        """
+        questions = self.questions
+        now = asyncio.get_running_loop().time()
+        for link in self._links:
+            if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
+                raise UnavailableError(
+                    f"the scheduler at {link.target} has not been connected for {away_s:.1f} s;"
+                    f" it is waited for until {_AWAY_S:g} s have passed"
+                )
+        return questions
+
     async def load(self) -> Load:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
         if not self._connected:
             raise self.unavailable()
-        return _add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
+        return add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
@@ -380,9 +397,3 @@ def _together(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
         min(known, key=lambda model: model.max_model_len),
         adapters=tuple(adapters[name] for name in sorted(adapters)),
     )
-
-
-def _add_up(loads: Sequence[Load]) -> Load:
-    names = [field.name for field in dataclasses.fields(Load)]
-    columns = {name: [getattr(load, name) for load in loads] for name in names}
-    return Load(**{name: (max if name in _NO_SUMS else sum)(of) for name, of in columns.items()})

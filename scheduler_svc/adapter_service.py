@@ -37,7 +37,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Have every worker unload one, when no request has it any more."""
-        await self._adapters.unload(request.name)
+        await self._adapters.unload(request.name, request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
@@ -46,11 +46,10 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.ListAdaptersResponse:
         """Say which the workers hold."""
-        offered = self._adapters.offered
         return adapters_pb2.ListAdaptersResponse(
             adapters=[
                 adapters_pb2.LoadedAdapter(
-                    adapter=adapter_to_proto(each), is_leaving=each not in offered
+                    adapter=adapter_to_proto(each), is_leaving=self._adapters.is_leaving(each)
                 )
                 for each in self._adapters.held
             ]

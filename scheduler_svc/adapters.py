@@ -4,13 +4,13 @@ An adapter is *held* once every attached worker has it, and *offered* until it i
 is *leaving* from then until no live request has it: a request that is preempted, moved, or comes
 again after a loss must find it at any worker.
 
-What the service holds is what any of its workers held when it was attached, and what was loaded
-since, but for what was unloaded here.
+What the service holds is what any of its workers held when it was attached and the others could
+load, too, and what was loaded since, but for what was unloaded here or was lost.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -21,13 +21,13 @@ from rpc.errors import (
     QuireError,
     UnavailableError,
 )
+from rpc.finishing import Finishing
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter
 from scheduler_svc.roster import Roster
+from scheduler_svc.session import Session
 
 _LOOK_S = 0.1
 """How often it is looked whether requests still have an adapter that leaves."""
-
-_T = TypeVar("_T")
 
 log = structlog.get_logger()
 
@@ -38,8 +38,8 @@ class AdapterHolder(Protocol):
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """Have it load an adapter; raises QuireError."""
 
-    async def unload_adapter(self, name: str) -> None:
-        """Have it unload one; raises QuireError."""
+    async def unload_adapter(self, adapter: LoraAdapter) -> None:
+        """Have it unload one, and no other of the name; raises QuireError."""
 
 
 class Adapters:
@@ -60,7 +60,7 @@ class Adapters:
         self._leaving: set[str] = set()
         self._unloaded: set[LoraAdapter] = set()
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._finishing = Finishing()
         self.offered: tuple[LoraAdapter, ...] = ()
         """Those that new requests may have, in the order of their names."""
 
@@ -69,33 +69,38 @@ class Adapters:
         """Those that requests which have begun may have, in the order of their names."""
         return tuple(self._held[name] for name in sorted(self._held))
 
+    def is_leaving(self, adapter: LoraAdapter) -> bool:
+        """Say whether one that is held is to be unloaded."""
+        return self._held.get(adapter.name) == adapter and adapter.name in self._leaving
+
     async def load(self, name: str, directory: str) -> LoadedAdapter:
         """Have every worker load an adapter, and offer it; it goes on if the caller leaves.
 
         Raises:
-            UnavailableError: No worker is attached, or one is lost.
+            UnavailableError: No worker is attached that stays, or one is lost.
             FailedPreconditionError: One of this name is leaving, or the workers found others each.
             QuireError: What a worker says. None has it then that had not before.
         """
-        return await self._finish(self._load(name, directory))
+        return await self._finishing.finish(self._load(name, directory))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, digest: bytes = b"") -> None:
         """Offer an adapter no more; when no request has it, have every worker unload it.
 
         It goes on if the caller leaves.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: There is none of this name; nor of this digest, unless that is empty.
             FailedPreconditionError: It is leaving already.
             QuireError: A worker would not let it go.
         """
         adapter = self._held.get(name)
-        if adapter is None:
-            raise NotFoundError(f"LoRA adapter {name!r} is not loaded")
+        if adapter is None or digest not in (b"", adapter.digest):
+            which = f" ({digest.hex()[:8]})" if digest else ""
+            raise NotFoundError(f"LoRA adapter {name!r}{which} is not loaded")
         self._check_stays(name)
         self._leaving.add(name)
         self._tell()
-        await self._finish(self._unload(adapter))
+        await self._finishing.finish(self._unload(adapter))
 
     async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
         """Let a worker that is being attached, and those that are, hold the same.
@@ -108,17 +113,17 @@ class Adapters:
         Raises:
             UnavailableError: It cannot be, and the worker is of no use.
         """
-        async with self._lock:
-            try:
-                await self._settle(worker, has)
-            except QuireError as error:
-                raise UnavailableError(f"worker {target} does not fit: {error}") from error
-        self._tell()
+        try:
+            async with self._lock:
+                await self._settle(target, worker, has)
+        except QuireError as error:
+            raise UnavailableError(f"worker {target} does not fit: {error}") from error
+        finally:
+            self._tell()
 
     def stop(self) -> None:
         """Give up what is under way; the sessions end."""
-        for task in self._tasks:
-            task.cancel()
+        self._finishing.stop()
 
     async def _load(self, name: str, directory: str) -> LoadedAdapter:
         async with self._lock:
@@ -137,18 +142,19 @@ class Adapters:
             if await self._unload_unused(adapter):
                 break
             await asyncio.sleep(_LOOK_S)
-        log.info("adapter unloaded", name=adapter.name)
 
     async def _unload_unused(self, adapter: LoraAdapter) -> bool:
-        """Whether no request has it; then the workers have let it go."""
+        """Whether it is gone; if no request has it, the workers let it go."""
         async with self._lock:
+            if not self.is_leaving(adapter):
+                return True  # it was dropped; what has its name now is not what was to go
             if self._is_used(adapter):
                 return False
-            self._drop(adapter.name)
-            self._unloaded.add(adapter)
-            sessions = self._roster.sessions
+            self._drop(adapter)
+            self._tell()
+            sessions = self._staying
             ends = await asyncio.gather(
-                *(session.unload_adapter(adapter.name) for session in sessions.values()),
+                *(session.unload_adapter(adapter) for session in sessions.values()),
                 return_exceptions=True,
             )
         for worker, end in zip(sessions, ends, strict=True):
@@ -156,31 +162,22 @@ class Adapters:
                 continue  # it is lost, and told when it is attached again; or has let it go
             if isinstance(end, BaseException):
                 raise _said_by(worker, end)
+        log.info("adapter unloaded", name=adapter.name)
         return True
 
-    async def _settle(self, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
+    async def _settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
         is_alone = not self._roster.sessions
         kept: dict[str, LoraAdapter] = {}
         for adapter in has:
             if adapter in self._unloaded:
-                await worker.unload_adapter(adapter.name)
+                await worker.unload_adapter(adapter)
                 continue
             kept[adapter.name] = adapter
             held = self._held.get(adapter.name, adapter)
             if held != adapter and is_alone:  # its flags name a newer one
-                self._drop(adapter.name)
+                self._replace(held, adapter)
             elif held != adapter:
                 raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {held}")
-        for name in sorted(kept.keys() - self._held.keys()):
-            adapter = kept[name]
-            loaded = await self._load_at_all(name, adapter.directory)
-            if loaded is not None and loaded.adapter != adapter:
-                await self._unload_at(self._roster.sessions.values(), name)
-                raise FailedPreconditionError(
-                    f"it holds {adapter}; in {adapter.directory!r} the others found"
-                    f" {loaded.adapter}"
-                )
-            self._held[name] = adapter
         for name in sorted(self._held.keys() - kept.keys()):
             try:
                 await self._load_same(worker, self._held[name])
@@ -189,20 +186,42 @@ class Adapters:
                     raise
                 # The only worker is worth more than an adapter that is there no more.
                 log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400
-                self._drop(name)
+                self._drop(self._held[name])
+        # Last, so that the others are asked once: it will not be refused any more.
+        for name in sorted(kept.keys() - self._held.keys()):
+            await self._share(target, worker, kept[name])
+
+    async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
+        """Have the others load what only `worker` has; if one refuses, nobody has it."""
+        try:
+            loaded = await self._load_at_all(adapter.name, adapter.directory)
+            if loaded is not None and loaded.adapter != adapter:
+                await _unload_at((each, loaded.adapter) for each in self._staying.values())
+                raise FailedPreconditionError(
+                    f"in {adapter.directory!r} the others found {loaded.adapter}"
+                )
+        except UnavailableError:
+            raise  # one is lost, and the next try is without it
+        except QuireError as error:
+            log.error(  # noqa: TRY400
+                "adapter of one worker alone", name=adapter.name, worker=target, reason=str(error)
+            )
+            await worker.unload_adapter(adapter)
+        else:
+            self._held[adapter.name] = adapter
 
     async def _load_same(self, worker: AdapterHolder, adapter: LoraAdapter) -> None:
         loaded = await worker.load_adapter(adapter.name, adapter.directory)
         if loaded.adapter != adapter:
-            await worker.unload_adapter(adapter.name)
+            await worker.unload_adapter(loaded.adapter)
             raise FailedPreconditionError(
                 f"in {adapter.directory!r} it found {loaded.adapter}; this scheduler serves"
                 f" {adapter}"
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load at each worker that is attached, or at none; None: none is attached."""
-        sessions = self._roster.sessions
+        """Load at each worker that is attached and stays, or at none; None: there is none."""
+        sessions = self._staying
         ends = await asyncio.gather(
             *(session.load_adapter(name, directory) for session in sessions.values()),
             return_exceptions=True,
@@ -217,8 +236,8 @@ class Adapters:
             found = ", ".join(f"{each.adapter} at {worker}" for worker, each in loaded.items())
             error = error or FailedPreconditionError(f"directory {directory!r} differs: {found}")
         if error is not None:
-            new = [sessions[worker] for worker, each in loaded.items() if not each.was_there]
-            await self._unload_at(new, name)
+            new = [(w, each.adapter) for w, each in loaded.items() if not each.was_there]
+            await _unload_at((sessions[worker], adapter) for worker, adapter in new)
             raise error
         if not loaded:
             return None
@@ -226,19 +245,28 @@ class Adapters:
             next(iter(loaded.values())).adapter, all(each.was_there for each in loaded.values())
         )
 
-    async def _unload_at(self, workers: Iterable[AdapterHolder], name: str) -> None:
-        """Have it gone, as far as they can be reached: one that is lost settles again."""
-        await asyncio.gather(
-            *(worker.unload_adapter(name) for worker in workers), return_exceptions=True
-        )
+    @property
+    def _staying(self) -> dict[str, Session]:
+        """The sessions of the workers that are not about to end: those take nothing new."""
+        sessions = self._roster.sessions.items()
+        return {worker: session for worker, session in sessions if not session.is_draining}
 
     def _check_stays(self, name: str) -> None:
         if name in self._leaving:
             raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
 
-    def _drop(self, name: str) -> None:
-        self._held.pop(name, None)
-        self._leaving.discard(name)
+    def _drop(self, adapter: LoraAdapter) -> None:
+        """Hold one no more; whoever comes with it unloads it."""
+        del self._held[adapter.name]
+        self._leaving.discard(adapter.name)
+        self._unloaded.add(adapter)
+
+    def _replace(self, held: LoraAdapter, adapter: LoraAdapter) -> None:
+        """Hold another of the name; the one before may come back, unless it was leaving."""
+        if self.is_leaving(held):
+            self._unloaded.add(held)
+        self._leaving.discard(held.name)
+        self._held[held.name] = adapter
 
     def _tell(self) -> None:
         offered = tuple(each for each in self.held if each.name not in self._leaving)
@@ -246,16 +274,12 @@ class Adapters:
             self.offered = offered
             self._on_change(offered)
 
-    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # else asyncio complains if nobody waits for it any more
+async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> None:
+    """Have what some hold gone, as far as they can be reached: one that is lost settles again."""
+    await asyncio.gather(
+        *(worker.unload_adapter(adapter) for worker, adapter in holdings), return_exceptions=True
+    )
 
 
 def _said_by(worker: str, error: BaseException) -> BaseException:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import structlog
 
-from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from rpc.errors import QuireError, TooBusyError, UnavailableError
 from rpc.health import Health
 from rpc.silence import TICK_S
+from scheduler_svc.adapter_use import AdapterUse, check_adapter
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -17,7 +18,6 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
-    LoraAdapter,
     ModelInfo,
     SubmitRequest,
     WorkerInfo,
@@ -30,7 +30,7 @@ from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.unplaced_requests import UnplacedRequests
-from scheduler_svc.wire.router import ADAPTERS_SALT, adapter_salt, finished_to_proto
+from scheduler_svc.wire.router import finished_to_proto
 from scheduler_svc.worker_client import WorkerLink
 
 _STALL_MARGIN_S = 5.0
@@ -66,8 +66,9 @@ class Fleet:
         self._step_timeout_s = step_timeout_s
         self._placer = placer
         self._unplaced = UnplacedRequests()
+        self._adapter_use = AdapterUse(self.roster, self._unplaced)
         self.adapters = Adapters(
-            self.roster, is_used=self._is_adapter_used, on_change=streams.tell_adapters
+            self.roster, is_used=self._adapter_use.is_used, on_change=streams.tell_adapters
         )
         """The LoRA adapters that the workers hold."""
         self._model: ModelInfo | None = None
@@ -117,6 +118,10 @@ class Fleet:
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
         self._spans.drop_source(source)  # of those unplaced; the sessions drop theirs
+
+    def router_left(self) -> None:
+        """Learn that a router's stream has ended; it may submit what it had to it again."""
+        self._adapter_use.expect()
 
     # --- for operators --------------------------------------------------------------------------
 
@@ -240,6 +245,8 @@ class Fleet:
 
     def attached(self, engine: Engine) -> None:
         """Place what waited for a worker."""
+        if len(self._sessions()) == 1:  # routers that waited for one come now
+            self._adapter_use.expect()
         self._attached.set()
         self._awaited.discard(engine)
         self._show_health()
@@ -254,7 +261,7 @@ class Fleet:
     def _place_unplaced(self) -> None:
         for command in self._unplaced.take_all():
             try:
-                self._check_adapter(command.request)
+                check_adapter(command.request, self.adapters.held)
                 self._place(command)
             except QuireError as error:
                 self._streams.refuse(command.request, error)
@@ -314,19 +321,6 @@ class Fleet:
             loads = [session.placement_load() for session in sessions]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[choice.index].post(command, choice.num_tokens)
-
-    def _is_adapter_used(self, adapter: LoraAdapter) -> bool:
-        salt = adapter_salt(adapter)
-        return self._unplaced.has_with(salt) or any(
-            session.has_live_with(salt) for session in self._sessions()
-        )
-
-    def _check_adapter(self, request: Request) -> None:
-        """Raises NotFoundError for a request of an adapter that was lost with all workers."""
-        if request.cache_salt.startswith(ADAPTERS_SALT) and not any(
-            request.cache_salt.startswith(adapter_salt(each)) for each in self.adapters.held
-        ):
-            raise NotFoundError(f"LoRA adapter of {request.request_id!r} is not served any more")
 
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request

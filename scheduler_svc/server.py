@@ -100,6 +100,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reader.cancel()
             self._streams.close(stream)
             self._drop(stream)
+            self._fleet.router_left()
             log.info("router disconnected", router_id=router_id, source=stream.source)
 
     async def GetSchedulerLoad(  # noqa: N802
@@ -222,8 +223,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         if message.sampling.HasField("adapter"):
             adapters = self._fleet.adapters
-            # One that has begun may go on with one that is leaving.
-            known = adapters.held if message.outputs else adapters.offered
+            # One that was taken on before may go on with one that is leaving.
+            known = adapters.held if message.is_again else adapters.offered
             model = replace(model, adapters=known)
         try:
             request = request_from_proto(message, stream.source, model, time.monotonic())

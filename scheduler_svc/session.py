@@ -19,12 +19,12 @@ from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, Reque
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import (
     count_queued,
-    has_live_with,
+    num_steps_answered,
+    num_steps_sent,
     read_prompts,
     read_queues,
     read_space,
 )
-from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
 from scheduler_svc.core.successor import REUNION_S, Successor
@@ -35,6 +35,7 @@ from scheduler_svc.domain import (
     DefragmentBlocks,
     DropSource,
     LoadedAdapter,
+    LoraAdapter,
     ModelInfo,
     SubmitRequest,
     WorkerInfo,
@@ -45,17 +46,12 @@ from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
 from scheduler_svc.refusal import refusal_from_core
 from scheduler_svc.request_ends import end_with_error, num_live_seqs
+from scheduler_svc.request_news import RequestNews
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
 from scheduler_svc.step_observer import StepObserver
 from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
-from scheduler_svc.wire.router import (
-    finished_to_proto,
-    held_logprobs_to_proto,
-    news_to_proto,
-    prompt_logprobs_to_proto,
-)
 from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
@@ -84,8 +80,6 @@ class Session:
         self._link = link
         self._core = core
         self._wake = wake
-        self._streams = streams
-        self._spans = spans
         self._worker_spans = WorkerSpans(
             spans, link.info.worker_id, core.config.bytes_per_block, core.owner
         )
@@ -98,6 +92,7 @@ class Session:
         self._space_watch = SpaceWatch(link.info.worker_id)
         self._memory_watch = MemoryWatch(link.info.worker_id, core)
         self._losses = Losses()
+        self._news = RequestNews(streams, spans, metrics, self._losses)
         self._is_handing_over = False
         self._settled = asyncio.Event()
         self._has_ended = False
@@ -166,9 +161,14 @@ class Session:
         """See `WorkerLink`."""
         return await self._link.load_adapter(name, directory)
 
-    async def unload_adapter(self, name: str) -> None:
-        """See `WorkerLink`."""
-        await self._link.unload_adapter(name)
+    async def unload_adapter(self, adapter: LoraAdapter) -> None:
+        """See `WorkerLink`; not before the steps sent so far are answered, which may name it.
+
+        Batches and calls are on streams of their own, and one may overtake the other.
+        """
+        num_sent = num_steps_sent(self._core)
+        await self.until(lambda core: num_steps_answered(core) >= num_sent)
+        await self._link.unload_adapter(adapter)
 
     async def pull_kv(
         self,
@@ -196,10 +196,6 @@ class Session:
     def queued_by_tenant(self) -> Counter[str]:
         """Count the sequences that wait; see `count_queued`."""
         return count_queued(self._core)
-
-    def has_live_with(self, salt: str) -> bool:
-        """Say whether a live request has a cache salt that begins so."""
-        return self.call(lambda core: has_live_with(core, salt))
 
     def placement_load(self) -> WorkerLoad:
         """Say how busy the worker is, commands that are not applied yet included."""
@@ -320,8 +316,7 @@ class Session:
                 bounds = (pacer.max_paced_tokens(prompts), pacer.max_prompt_tokens)
                 plan = self._core.schedule(time.monotonic(), *bounds)
             if expired := self._core.take_expired():
-                self._streams.deliver(finished_to_proto(expired))
-                self._after(expired)
+                self._news.ended(expired)
                 self._metrics.expired.inc(len(expired))
             self._space_watch.hear(self._core.take_reports())
             if plan is None:
@@ -337,20 +332,15 @@ class Session:
         started = time.perf_counter()
         self._worker_spans.answered(timed.step_id)
         if result.prompt_logprobs:  # now: what the update ends has no row any more
-            self._streams.deliver(
-                prompt_logprobs_to_proto(timed.step_id, result.prompt_logprobs, self._core.owner)
-            )
+            self._news.scored(timed.step_id, result.prompt_logprobs, self._core.owner)
         with timeline.span("update"):
             news = self._core.update(with_candidates(result, self._core.beam_rows))
         with timeline.span("tell the routers"):
-            self._streams.deliver(news_to_proto(timed.step_id, news, result.logprobs))
+            self._news.told(timed.step_id, news, result.logprobs)
         took_s = time.perf_counter() - started
         self.has_progressed = True
         self.steps.answered(timed, took_s)
-        for admitted in news.admitted:
-            self._metrics.queue_time.observe(admitted.queue_s)
-            self._spans.admitted(admitted)
-        self._after(news.finished, took_s)
+        self._news.noted(news, took_s)
 
     def _apply_commands(self) -> None:
         self._num_posted_seqs = self._num_posted_tokens = 0
@@ -359,17 +349,14 @@ class Session:
                 case SubmitRequest() as command:
                     self._submit(command)
                 case CancelSequences(source, seq_keys):
-                    finished = self._core.cancel(source, seq_keys)
-                    self._streams.deliver(finished_to_proto(finished))
-                    self._after(finished)
+                    self._news.ended(self._core.cancel(source, seq_keys))
                 case DefragmentBlocks(done):
                     self._core.defragment()
                     self._space_watch.answer_next(done)
                 case DropSource(source):
                     self._core.cancel_source(source)
                     # Not before: a request of it may have been posted just ahead of this command.
-                    self._spans.drop_source(source)
-                    self._losses.drop_source(source)
+                    self._news.drop_source(source)
 
     def _submit(self, command: SubmitRequest) -> None:
         request = command.request
@@ -382,24 +369,16 @@ class Session:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
             if not command.was_accepted:
-                self._streams.refuse(request, refusal_from_core(error))
+                self._news.refused(request, refusal_from_core(error))
                 return
             # Its worker is lost, and this one has less room.
-            finished = end_with_error(request, str(error))
-            self._streams.deliver(finished_to_proto(finished))
-            self._after(finished)
+            self._news.ended(end_with_error(request, str(error)))
         else:
-            self._spans.submitted(request)
+            self._news.submitted(request)
             self.note_losses(request, command.num_losses)
-            self._tell_adopted()
-
-    def _tell_adopted(self) -> None:
-        """Tell the routers of tokens that the worker had sampled for the scheduler before."""
-        if (news := self._core.take_adopted()) is not None:
-            self._streams.deliver(news_to_proto(0, news, held_logprobs_to_proto(news)))
-            for admitted in news.admitted:
-                self._spans.admitted(admitted)
-            self._after(news.finished)
+            # Tokens that the worker had sampled for the scheduler before.
+            if (news := self._core.take_adopted()) is not None:
+                self._news.adopted(news)
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
@@ -408,8 +387,3 @@ class Session:
         else:
             num_losses = self._losses.take_after_loss(request)
         return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
-
-    def _after(self, finished: tuple[Finished, ...], took_s: float = 0.0) -> None:
-        for item in finished:
-            self._spans.finished(item, took_s)
-        self._losses.finished(finished)

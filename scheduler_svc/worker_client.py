@@ -19,7 +19,7 @@ from rpc.tls import ClientTls, explain
 from scheduler_svc.core.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import LoadedAdapter, WorkerInfo
+from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
 from scheduler_svc.wire.adapters import adapter_from_proto
 from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.memory_level import memory_level_from_proto
@@ -206,13 +206,15 @@ class WorkerLink:
             loaded = await self._adapters.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S)
         return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """Have the worker unload one; see `AdapterService.UnloadAdapter`.
 
         Raises:
             QuireError: It has not, or the worker is lost.
         """
-        request = adapters_pb2.UnloadAdapterRequest(name=name, epoch=self._config.epoch)
+        request = adapters_pb2.UnloadAdapterRequest(
+            name=adapter.name, digest=adapter.digest, epoch=self._config.epoch
+        )
         with calling():
             await self._adapters.UnloadAdapter(request, timeout=_LOAD_TIMEOUT_S)
 

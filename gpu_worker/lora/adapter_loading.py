@@ -42,13 +42,15 @@ def load_adapter(
 
     Raises:
         ModelError: the model's implementation takes none; a file is missing or damaged; the adapter
-            asks for what is not supported, or its tensors are not those of this model.
+            asks for what is not supported, or its tensors are not those of this model; the files
+            change meanwhile.
     """
     if not isinstance(model, LlamaConfig):
         raise ModelError(
             f"{model.architecture} runs without LoRA adapters; they are supported for"
             f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
         )
+    digest = _digest(directory)
     config = read_adapter_config(directory)
     path = directory / _WEIGHTS_FILE
     layers = [tuple(adapted_maps(model, index)) for index in range(model.num_layers)]
@@ -71,7 +73,9 @@ def load_adapter(
                 " safetensors is read: convert it"
             ) from error
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-    of = AdapterId(name, _digest(directory), str(directory.absolute()))
+    if digest is None or _digest(directory) != digest:
+        raise ModelError(f"{directory} has changed while it was read: load it again")
+    of = AdapterId(name, digest, str(directory.absolute()))
     return Adapter(of, loaded, native_adapter(loaded))
 
 
@@ -148,11 +152,15 @@ def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.T
     return tensor
 
 
-def _digest(directory: Path) -> bytes:
+def _digest(directory: Path) -> bytes | None:
+    """Of both files; None: who reads them will say what is wrong."""
     digest = hashlib.sha256()
-    for name in (CONFIG_FILE, _WEIGHTS_FILE):
-        with (directory / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    try:
+        for name in (CONFIG_FILE, _WEIGHTS_FILE):
+            with (directory / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError:
+        return None
     return digest.digest()
 
 

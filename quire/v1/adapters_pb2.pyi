@@ -26,12 +26,14 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[_common_pb2.LoraAdapter, _Mapping]] = ..., was_there: bool = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name", "epoch")
+    __slots__ = ("name", "epoch", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()

@@ -31,7 +31,8 @@ class AdapterServiceStub(object):
 
     A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
     have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load. A worker keeps its adapters when its scheduler dies, and tells the next one.
+    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
+    scheduler dies, and tells the next one.
 
     Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
     reaches it, as for `SchedulerService` and `WorkerService`.
@@ -66,7 +67,8 @@ class AdapterServiceServicer(object):
 
     A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
     have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load. A worker keeps its adapters when its scheduler dies, and tells the next one.
+    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
+    scheduler dies, and tells the next one.
 
     Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
     reaches it, as for `SchedulerService` and `WorkerService`.
@@ -132,7 +134,8 @@ class AdapterService(object):
 
     A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
     have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load. A worker keeps its adapters when its scheduler dies, and tells the next one.
+    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
+    scheduler dies, and tells the next one.
 
     Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
     reaches it, as for `SchedulerService` and `WorkerService`.

@@ -51,7 +51,7 @@ class SchedulerWelcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam", "resume_record")
+    __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam", "resume_record", "is_again")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Submit(_message.Message):
     CACHE_PIN_S_FIELD_NUMBER: _ClassVar[int]
     BEAM_FIELD_NUMBER: _ClassVar[int]
     RESUME_RECORD_FIELD_NUMBER: _ClassVar[int]
+    IS_AGAIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_seq_key: int
     n: int
@@ -80,7 +81,8 @@ class Submit(_message.Message):
     cache_pin_s: float
     beam: _common_pb2.BeamSearch
     resume_record: bytes
-    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ..., resume_record: _Optional[bytes] = ...) -> None: ...
+    is_again: bool
+    def __init__(self, request_id: _Optional[str] = ..., first_seq_key: _Optional[int] = ..., n: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., deadline_s: _Optional[float] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ..., resume_record: _Optional[bytes] = ..., is_again: bool = ...) -> None: ...
 
 class OutputSoFar(_message.Message):
     __slots__ = ("token_ids", "finished", "end")

@@ -58,6 +58,12 @@ class BodyTooLargeError(QuireError):
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
+class UnsupportedMediaTypeError(QuireError):
+    """The body is not said to be what the face reads."""
+
+    http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+
+
 class MethodNotAllowedError(QuireError):
     """The path exists, for another method."""
 

@@ -36,6 +36,7 @@ from router.openai.lora import (
 )
 from router.openai.responses import model_json
 from router.openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.openai.web_pages import PageGuard, check_json
 from router.precedence import with_precedence
 from rpc import telemetry
 from rpc.errors import InvalidArgumentError, NotFoundError
@@ -61,9 +62,15 @@ CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamRe
 
 
 def routes(
-    inference: Inference, adapters: Adapters, *, max_body_bytes: int = MAX_BODY_BYTES
+    inference: Inference,
+    adapters: Adapters,
+    *,
+    guard: PageGuard | None,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> list[web.AbstractRouteDef]:
     """The routes below /v1, and those that vLLM has beside them.
+
+    `guard` looks at calls that are for operators; None: API keys do.
 
     The runner must be made with `handler_cancellation=True`: a client that disconnects then cancels
     its handler, and that its requests. Without it a client that waits for an answer in one piece
@@ -110,13 +117,20 @@ def routes(
         body = await _read_body(request, DetokenizeBody, max_body_bytes)
         return _json_response(await detokenize(inference, body))
 
+    def check_call(request: web.Request) -> None:
+        check_json(request.content_type)
+        if guard is not None:
+            guard.check(request.headers)
+
     async def load_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
+        check_call(request)
         body = await _read_body(request, LoadAdapterBody, max_body_bytes)
         return web.Response(text=await load_adapter(adapters, body, request.remote))
 
     async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
         """Unload one, once the requests that have it have ended; for operators, as vLLM."""
+        check_call(request)
         body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
         return web.Response(text=await unload_adapter(adapters, body, request.remote))
 

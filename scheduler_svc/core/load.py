@@ -68,6 +68,16 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
     return PromptQueue(core._running.num_decoding, num_tokens, num_short_tokens)
 
 
+def num_steps_sent(core: "Scheduler") -> int:
+    """Count the steps that `core` has planned."""
+    return core._steps.last
+
+
+def num_steps_answered(core: "Scheduler") -> int:
+    """Count those of them whose results it has; they come in order."""
+    return core._steps.last_answered
+
+
 def has_live_with(core: "Scheduler", salt: str) -> bool:
     """Look whether a live request has a cache salt that begins with `salt`."""
     return any(seq.request.cache_salt.startswith(salt) for seq in core._live)

@@ -4,8 +4,10 @@ What is known of it, and what becomes of that:
 
     a sequence that had a row   its tokens and its block table; *unclaimed* until its request is
                                 submitted again: then it runs on in its blocks, and computes nothing
-                                again; or waits with its KV on the host, if the next block that it
-                                needs is not free. Nobody knows what it was but by its identity.
+                                again. If the next block that it needs is not free, it is as if it
+                                were preempted: it waits with its KV on the host or, if there is no
+                                host tier or no room in it, or to compute is preferred, is computed
+                                again. Nobody knows what it was but by its identity.
     a search                    how far it was: it goes on as after a preemption, with what the
                                 prefix cache has
     one that was swapped out    nothing but the names of its blocks, the partial tail included;

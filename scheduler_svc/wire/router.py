@@ -13,6 +13,7 @@ import numpy.typing as npt
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from scheduler_svc.adapter_salt import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.defragmenter import DefragmentationReport
 from scheduler_svc.core.fragmentation import SpaceReport
@@ -22,9 +23,6 @@ from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.adapters import adapter_to_proto
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 from scheduler_svc.wire.checks import check_below
-
-ADAPTERS_SALT = "\0"
-"""What the cache salts of all adapters' requests begin with, and no others."""
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
@@ -96,21 +94,12 @@ def request_from_proto(
 
 
 def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
-    """The salt of the request's prefixes: an adapter's KV is nobody else's.
-
-    U+0000 begins those of adapters and no others, so that no client can make up one of them.
-    """
     if not message.sampling.HasField("adapter"):
         return message.cache_salt
     adapter = LoraAdapter(message.sampling.adapter.name, message.sampling.adapter.digest)
     if adapter not in model.adapters:
         raise NotFoundError(f"{adapter} is not served; {model} is")
     return adapter_salt(adapter) + message.cache_salt
-
-
-def adapter_salt(adapter: LoraAdapter) -> str:
-    """What the cache salts of an adapter's requests begin with, and no others."""
-    return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
 
 
 def _check(message: scheduler_pb2.Submit) -> None:

@@ -173,9 +173,8 @@ def test_an_adapter_is_chosen_by_model_alone(service: Service):
 
 
 def _post_text(service: Service, path: str, **body: str) -> str:
-    request = urllib.request.Request(
-        f"{service.url}{path}", json.dumps(body).encode(), method="POST"
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{service.url}{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return response.read().decode()
 

@@ -47,6 +47,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Names of adapters; the digest is the name over and over."""
         self.bad_directory = None
         """Where there is no adapter."""
+        self.changes = asyncio.Queue()
+        """Of `adapters`."""
+        self.may_load = asyncio.Event()
+        self.may_load.set()
         self.resume_grace_s = 60.0
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
@@ -190,11 +194,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def tell_adapters(self, *names):
         """Says which adapters requests may have from now on."""
         self.adapters = names
+        self.changes.put_nowait(names)
         served = scheduler_pb2.ServedAdapters(adapters=map(adapter, names))
         step = scheduler_pb2.StepOutput(adapters=served)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def LoadAdapter(self, request, context):  # noqa: N802
+        await self.may_load.wait()
         if request.directory == self.bad_directory:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "directory is bad")
         was_there = request.name in self.adapters

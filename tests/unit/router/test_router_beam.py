@@ -129,4 +129,5 @@ async def test_a_search_is_submitted_again_as_it_was(router):
         first = await router.scheduler.submits.get()
         await router.scheduler.stop()
         await router.scheduler.start()
+        first.is_again = True
         assert await router.scheduler.submits.get() == first

@@ -28,7 +28,7 @@ async def http(router):
     app = web.Application()
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
     adapters = Adapters(router.inference._schedulers, router.inference.model, operators)
-    app.add_routes(routes(router.inference, adapters))
+    app.add_routes(routes(router.inference, adapters, guard=None))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

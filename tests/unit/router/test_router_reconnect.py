@@ -58,6 +58,7 @@ async def test_a_live_request_is_submitted_again_with_its_tokens_and_nothing_is_
     ]
     assert [o.finished for o in again.outputs] == [False, True]
     del again.outputs[:]
+    submit.is_again = True
     assert again == submit
 
     await router.scheduler.step({first: tokens[half:]}, admitted={first: 3})
@@ -81,6 +82,7 @@ async def test_requests_that_ended_while_there_was_no_scheduler_are_not_submitte
     await lose_scheduler(router)
     await left.aclose()
     await router.scheduler.start()
+    submit.is_again = True
     assert (await router.scheduler.submits.get()) == submit
     await router.ready.wait()
     fresh = asyncio.create_task(start(router))
@@ -175,6 +177,7 @@ async def test_a_scheduler_that_breaks_the_contract_is_left_and_tried_again(rout
     await router.scheduler.routers.get()
     await router.scheduler._stream.write(router.scheduler._welcome())  # a second one
     await router.scheduler.routers.get()  # a new stream
+    submit.is_again = True
     assert await router.scheduler.submits.get() == submit
     await live.aclose()
 
@@ -204,6 +207,7 @@ async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
     router.scheduler.lives.clear()
     again = await router.scheduler.submits.get()
     router.scheduler.lives.set()
+    submit.is_again = True
     assert again == submit
     await live.aclose()
 

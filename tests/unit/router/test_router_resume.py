@@ -267,6 +267,6 @@ async def test_a_resumed_request_is_submitted_again_to_the_next_scheduler_with_i
         (False, 0),
     ]
     del again.outputs[:]
-    submit.first_seq_key = key
+    submit.first_seq_key, submit.is_again = key, True
     assert again == submit
     await live.aclose()

@@ -142,6 +142,7 @@ async def test_a_scheduler_that_returns_has_its_requests_again(pool, pair, monke
     await home.stop()
     await pool.wait_for(1)
     await home.start()
+    submit.is_again = True
     assert await home.submits.get() == submit
     assert other.submits.empty()
     await live.aclose()
@@ -160,6 +161,7 @@ async def test_who_stood_by_gets_what_was_live(model_dir, pair):
         with pytest.raises(UnavailableError):
             await pool.start((8,))
         await standby.start()
+        submit.is_again = True
         assert await standby.submits.get() == submit
         assert pool.health.ready
         await live.aclose()
@@ -310,9 +312,45 @@ async def test_a_request_goes_where_its_adapter_is(model_dir, pair):
             await live.aclose()
 
 
-async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
+def operated(pool):
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    adapters = Adapters(pool.schedulers, pool.inference.model, operators)
+    return Adapters(pool.schedulers, pool.inference.model, operators)
+
+
+async def test_what_one_refuses_the_others_unload_even_if_the_caller_leaves(pool, pair):
+    adapters = operated(pool)
+    pair[1].bad_directory = "/bad"
+    pair[1].may_load.clear()
+    loading = asyncio.create_task(adapters.load("a", "/bad", "unix:"))
+    assert await pair[0].changes.get() == ("a",)
+    loading.cancel()
+    await asyncio.wait([loading])
+    pair[1].may_load.set()
+    assert await pair[0].changes.get() == ()
+
+
+async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, monkeypatch):
+    adapters = operated(pool)
+    await adapters.load("a", "/adapters/a", "unix:")
+    await pair[1].stop()
+    await pool.wait_for(1)
+    for change in (adapters.load("b", "/adapters/b", "unix:"), adapters.unload("a", "unix:")):
+        with pytest.raises(UnavailableError, match=f"scheduler at {pair[1].target} has not been"):
+            await change
+    assert pair[0].adapters == ("a",)
+    assert [each.adapter.name for each in await adapters.loaded("unix:")] == ["a"]
+    monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, as one that stands by
+    await adapters.unload("a", "unix:")
+    assert pair[0].adapters == ()
+    monkeypatch.undo()
+    await pair[1].start()
+    await pool.wait_for(2)
+    await adapters.unload("a", "unix:")
+    assert pair[1].adapters == ()
+
+
+async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
+    adapters = operated(pool)
     pair[1].bad_directory = "/bad"
     with pytest.raises(InvalidArgumentError, match="directory is bad"):
         await adapters.load("a", "/bad", "unix:")

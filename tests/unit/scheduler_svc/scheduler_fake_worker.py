@@ -62,6 +62,7 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.was_asked = asyncio.Event()
+        self.num_loads = 0
 
     @property
     def names(self):
@@ -73,6 +74,7 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
     async def LoadAdapter(self, request, context):  # noqa: N802
         assert request.epoch == self.worker.epoch
         self.was_asked.set()
+        self.num_loads += 1
         await self.may_load.wait()
         if self.error is not None:
             await context.abort(*self.error)
@@ -86,7 +88,10 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
         assert request.epoch == self.worker.epoch
-        kept = [each for each in self.worker.info.model.adapters if each.name != request.name]
+        gone = request.name, request.digest
+        kept = [
+            each for each in self.worker.info.model.adapters if (each.name, each.digest) != gone
+        ]
         if len(kept) == len(self.names):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
         del self.worker.info.model.adapters[:]

@@ -106,6 +106,7 @@ class FakeRouter:
         beam=None,
         tenant="",
         resume_record=None,
+        is_again=False,
         **sampling,
     ):
         await self.send(
@@ -122,6 +123,7 @@ class FakeRouter:
                 beam=beam,
                 tenant=tenant,
                 resume_record=resume_record,
+                is_again=is_again,
             )
         )
 

@@ -1,70 +1,25 @@
 """LoRA adapters that come and go while a scheduler works: at all its workers, known to routers."""
 
 import asyncio
-import contextlib
 
 import grpc
 import pytest
+from adapters_harness import SQL, A, B, Router, refusal, service
 from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
-from scheduler_harness import FakeRouter, get, running_scheduler
+from scheduler_harness import get, running_scheduler
 
-from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2
+from quire.v1 import adapters_pb2, scheduler_pb2
+from scheduler_svc import adapter_use, adapters
+from scheduler_svc.adapter_service import AdapterServicer
+from scheduler_svc.adapter_use import AdapterUse
 
 pytestmark = pytest.mark.timeout(30)
 
-A, B = "/adapters/a", "/adapters/b"
-SQL = adapter("sql", A)
 
-
-class Router(FakeRouter):
-    """One that also operates."""
-
-    def __init__(self, target):
-        super().__init__(target)
-        self.adapters = adapters_pb2_grpc.AdapterServiceStub(self.channel)
-
-    async def load_adapter(self, name, directory):
-        request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
-        loaded = await self.adapters.LoadAdapter(request)
-        await self.read_until(lambda: name in self.told)
-        return loaded
-
-    async def unload_adapter(self, name):
-        await self.adapters.UnloadAdapter(adapters_pb2.UnloadAdapterRequest(name=name))
-
-    async def listed(self):
-        answer = await self.adapters.ListAdapters(adapters_pb2.ListAdaptersRequest())
-        return [(each.adapter.name, each.adapter.directory) for each in answer.adapters]
-
-    @property
-    def told(self):
-        """The names of which it was told last."""
-        for message in reversed(self.messages):
-            if message.step.HasField("adapters"):
-                return [each.name for each in message.step.adapters.adapters]
-        return [each.name for each in self.welcome.model.adapters]
-
-
-@contextlib.asynccontextmanager
-async def service(folder, num_workers, before=lambda _: None):
-    """A scheduler with so many workers attached, and a router; `before` is called with them."""
-    workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
-    before(workers)
-    for worker in workers:
-        await worker.start()
-    async with running_scheduler(folder, [worker.target for worker in workers]) as scheduler:
-        router = await Router(scheduler.target).connect()
-        await router.wait_for_load(lambda load: load.num_workers == num_workers)
-        yield scheduler, router, *workers
-        await router.disconnect()
-    for worker in workers:
-        await worker.die()
-
-
-async def refusal(call):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code().name, caught.value.details()
+@pytest.fixture(autouse=True)
+def _expects_no_requests(monkeypatch):
+    """Those of before a scheduler's start, or the end of a stream."""
+    monkeypatch.setattr(adapter_use, "REUNION_S", 0.0)
 
 
 async def test_all_workers_load_and_the_router_is_told(folder):
@@ -103,7 +58,11 @@ async def test_another_of_the_name_is_refused_and_the_first_stays(folder):
             "ALREADY_EXISTS",
             f"worker {worker.target}: it has other contents",
         )
+        other = adapters_pb2.UnloadAdapterRequest(name="sql", digest=b"b" * 32)
+        code, details = await refusal(router.adapters.UnloadAdapter(other))
+        assert (code, details) == ("NOT_FOUND", "LoRA adapter 'sql' (62626262) is not loaded")
         assert await router.listed() == [("sql", A)]
+        assert router.told == ["sql"]
 
 
 async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_end(folder):
@@ -135,7 +94,9 @@ async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_en
         assert (code, details) == ("NOT_FOUND", "LoRA adapter 'sql' is not loaded")
 
 
-async def test_a_request_that_has_begun_comes_again_while_its_adapter_leaves(folder):
+@pytest.mark.parametrize("num_known", [0, 3])
+async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known):
+    """It may have no tokens yet: that it is known, it says."""
     async with service(folder, 1) as (_, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
@@ -145,14 +106,82 @@ async def test_a_request_that_has_begun_comes_again_while_its_adapter_leaves(fol
         await router.read_until(lambda: router.told == [])
         tokens = expected_tokens([1, 2], 8)
         so_far = scheduler_pb2.OutputSoFar(
-            token_ids=b"".join(t.to_bytes(4, "little") for t in tokens[:3])
+            token_ids=b"".join(t.to_bytes(4, "little") for t in tokens[:num_known])
         )
-        await router.submit(10, [1, 2], adapter=SQL, outputs=[so_far])
+        outputs = [so_far] if num_known else []
+        await router.submit(10, [1, 2], adapter=SQL, outputs=outputs, is_again=True)
         await router.wait_for_live(2)
         worker.resume()
         await router.read_until_finished(0, 10)
-        assert router.tokens[10] == tokens[3:]
+        assert router.tokens[10] == tokens[num_known:]
         await unloading
+
+
+async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monkeypatch):
+    expect = AdapterUse.expect
+    monkeypatch.setattr(AdapterUse, "expect", lambda _: None)  # at the start
+    monkeypatch.setattr(adapters, "_LOOK_S", 0.0)
+    async with service(folder, 1) as (scheduler, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        other = await Router(scheduler.target).connect()
+        await other.submit(0, [1, 2], adapter=SQL)
+        await router.wait_for_live(1)
+        unloading = asyncio.create_task(router.unload_adapter("sql"))
+        await router.read_until(lambda: router.told == [])
+        monkeypatch.setattr(AdapterUse, "expect", expect)
+        monkeypatch.setattr(adapter_use, "REUNION_S", 1000.0)
+        await other.disconnect()
+        await router.wait_for_live(0)
+        worker.resume()
+        again = await Router(scheduler.target).connect()
+        await again.submit(0, [1, 2], adapter=SQL, is_again=True)
+        await again.read_until_finished(0)
+        assert again.tokens[0] == expected_tokens([1, 2], 8)
+        assert not unloading.done()
+        monkeypatch.setattr(adapter_use, "REUNION_S", 0.0)
+        await unloading
+        await again.disconnect()
+
+
+async def test_what_nobody_has_claimed_yet_keeps_its_adapter(folder):
+    worker = await FakeWorker(f"unix:{folder}/w").start()
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await Router(scheduler.target).connect()
+        await router.load_adapter("sql", A)
+        await router.submit(0, [1, 2], max_tokens=300, adapter=SQL)
+        await worker.run_until_answered(5)
+        worker.resume()
+    async with running_scheduler(folder, [worker.target], socket="t") as scheduler:
+        router = await Router(scheduler.target).connect()
+        unloading = asyncio.create_task(router.unload_adapter("sql"))
+        await router.read_until(lambda: router.told == [])
+        await router.submit(0, [1, 2], max_tokens=300, adapter=SQL, is_again=True)
+        await router.read_until_finished(0)
+        assert router.tokens[0] == expected_tokens([1, 2], 300)
+        await unloading
+        assert worker.num_computed_before[-1] > 2
+        await router.disconnect()
+    await worker.die()
+
+
+async def test_it_is_unloaded_after_the_steps_that_may_name_it(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.load_adapter("sql", A)
+        worker.pause()
+        await router.submit(0, [1, 2], adapter=SQL)
+        await worker.wait_for_batches(2)
+        await router.cancel(0)
+        await router.read_until_finished(0)
+        unloading = asyncio.create_task(router.unload_adapter("sql"))
+        while await router.listed():
+            pass
+        for _ in range(5):  # so long would it take
+            await router.load()
+        assert worker.adapters.names == ["sql"]
+        worker.resume()
+        await unloading
+        assert worker.adapters.names == []
 
 
 async def test_a_worker_that_comes_back_without_an_adapter_loads_it(folder):
@@ -248,12 +277,23 @@ async def test_the_only_worker_is_used_even_if_an_adapter_is_there_no_more(folde
         assert (await get(scheduler, "/ready"))[0] == 200
 
 
-async def test_it_is_loaded_even_if_the_caller_leaves(folder):
+async def test_it_is_loaded_even_if_the_caller_leaves(folder, monkeypatch):
+    has_left, load = asyncio.Event(), AdapterServicer.LoadAdapter
+
+    async def watched(self, request, context):
+        try:
+            return await load(self, request, context)
+        except asyncio.CancelledError:
+            has_left.set()
+            raise
+
+    monkeypatch.setattr(AdapterServicer, "LoadAdapter", watched)
     async with service(folder, 1) as (_, router, worker):
         worker.adapters.may_load.clear()
         call = router.adapters.LoadAdapter(adapters_pb2.LoadAdapterRequest(name="sql", directory=A))
         asking = asyncio.ensure_future(refusal(call))
         await worker.adapters.was_asked.wait()
         asking.cancel()
+        await has_left.wait()
         worker.adapters.may_load.set()
         await router.read_until(lambda: router.told == ["sql"])

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.json_fields import ModelError
+from gpu_worker.lora import adapter_loading
 from gpu_worker.lora.adapter_loading import load_adapter
 from gpu_worker.model_source import open_model
 from tests.lora_fixture import make_adapter
@@ -144,6 +145,32 @@ def test_a_pickle_is_refused(model_dirs, adapter):
 
 def test_a_directory_without_an_adapter_is_refused(model_dirs, tmp_path):
     assert_refused(model_dirs, tmp_path, "adapter_config.json cannot be read")
+
+
+@pytest.mark.parametrize("part", ["config", "tensors"])
+def test_files_that_change_while_they_are_read_are_refused(
+    model_dirs, adapter, monkeypatch, tmp_path, part
+):
+    other = make_adapter(tmp_path / "other", model_dirs.get("llama"), seed=2)
+    read = adapter_loading.read_adapter_config
+    modules = adapter_loading._adapted_modules
+
+    def change_config(directory):
+        config = read(directory)
+        edit_config(adapter, lora_alpha=9)
+        return config
+
+    def change_tensors(*args):
+        found = modules(*args)
+        name = "adapter_model.safetensors"
+        (other / name).replace(adapter / name)
+        return found
+
+    if part == "config":
+        monkeypatch.setattr(adapter_loading, "read_adapter_config", change_config)
+    else:
+        monkeypatch.setattr(adapter_loading, "_adapted_modules", change_tensors)
+    assert_refused(model_dirs, adapter, f"{adapter} has changed while it was read")
 
 
 def test_experts_are_not_added_to(model_dirs, tmp_path):

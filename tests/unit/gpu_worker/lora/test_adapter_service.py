@@ -76,8 +76,8 @@ class Worker:
         request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory, epoch=epoch)
         return await self.servicer.LoadAdapter(request, None)
 
-    async def unload(self, name, epoch=1):
-        request = adapters_pb2.UnloadAdapterRequest(name=name, epoch=epoch)
+    async def unload(self, name, digest=b"", epoch=1):
+        request = adapters_pb2.UnloadAdapterRequest(name=name, digest=digest * 32, epoch=epoch)
         await self.servicer.UnloadAdapter(request, None)
 
     def number(self, name, digest):
@@ -149,6 +149,15 @@ async def test_names_and_directories_are_checked(worker, name, directory, proble
 async def test_what_is_not_loaded_cannot_be_unloaded(worker):
     with pytest.raises(NotFoundError, match="'sql' is not loaded"):
         await worker.unload("sql")
+
+
+async def test_another_of_the_name_than_the_one_that_is_meant_stays(worker):
+    await worker.load("sql", A)
+    with pytest.raises(NotFoundError, match=r"'sql' \(62626262\) is not loaded"):
+        await worker.unload("sql", digest=b"b")
+    assert worker.number("sql", b"a") == 2
+    await worker.unload("sql", digest=b"a")
+    assert worker.steps.adapters == {1: "flag"}
 
 
 async def test_only_the_newest_scheduler_is_obeyed(worker):

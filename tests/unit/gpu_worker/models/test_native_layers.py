@@ -98,6 +98,30 @@ def test_it_gives_the_bits_of_the_ops_where_layers_share_memory_in_turn(model_di
         torch.set_num_threads(before)
 
 
+@torch.inference_mode()
+def test_a_program_of_any_size_reads_nothing_of_the_steps_before(model_dirs):
+    """At and beside the borders of sizes, one after another, with no number behind their tokens."""
+    model = load(model_dirs.get("llama", max_position_embeddings=2048), BF16)
+
+    def fresh():
+        return model._native.over(KvPool(model.config, 160, 8, BF16, CPU))
+
+    generator = torch.Generator().manual_seed(1)
+    used = fresh()
+    for size in (1025, 1, 1024, 2, 513, 1023, 512, 511, 2, 1025, 1, 512, 513):
+        hidden = torch.randn(size, model.config.hidden_size, generator=generator).to(BF16)
+        inputs = NativeInputs(
+            hidden=hidden,
+            positions=torch.arange(size),
+            slot_mapping=torch.arange(size),
+            block_tables=torch.arange(160, dtype=torch.int32)[None, : -(-size // 8)].contiguous(),
+            seq_lens=torch.tensor([size], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, size], dtype=torch.int32),
+        )
+        used._memory.fill_(float("nan"))
+        assert torch.equal(used.forward(inputs), fresh().forward(inputs)), size
+
+
 def test_another_pool_is_another_program(model_dirs):
     model = load(model_dirs.get("llama"), BF16)
     prompt = random_prompt(20, seed=1)

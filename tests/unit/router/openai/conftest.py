@@ -6,6 +6,7 @@ from aiohttp import web
 from openai_fakes import FakeAdapters, FakeInference
 
 from router.openai.face import routes
+from router.openai.web_pages import PageGuard
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def adapters() -> FakeAdapters:
 async def server(inference, adapters) -> AsyncIterator[tuple[str, int]]:
     """The face on a loopback port, run as `rpc.server` runs it."""
     app = web.Application()
-    app.add_routes(routes(inference, adapters, max_body_bytes=2**20))
+    app.add_routes(routes(inference, adapters, guard=PageGuard("quire.test"), max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

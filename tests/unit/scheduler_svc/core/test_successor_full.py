@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from successor_driver import Pair, assert_all_heard, lengths, make_request
 
+from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import OutputSoFar
 from scheduler_svc.core.successor import REUNION_S
 
@@ -88,6 +89,32 @@ def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order)
             assert_all_heard(pair, request)
         assert pair.core.load().num_recomputed_tokens == 0, f"after {num_results} results"
     assert num_swapped > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "computes_again"),
+    [
+        ({"num_blocks": 20, "num_host_blocks": 0}, True),
+        ({"num_blocks": 20, "num_host_blocks": 2}, True),
+        (CRAMPED | {"preemption_mode": PreemptionMode.RECOMPUTE}, True),
+        ({"num_blocks": 200, "num_host_blocks": 0}, False),
+    ],
+)
+def test_what_needs_a_block_and_has_no_place_to_wait_is_computed_again(changes, computes_again):
+    """To the same tokens; and what finds a free block is not."""
+    num_recomputed = 0
+    for num_results in range(1, 56 if computes_again else 19, 3):  # else they have ended
+        pair = Pair(**changes)
+        for request in REQUESTS:
+            pair.submit(request)
+        run_two_ahead(pair, num_results)
+        pair.replace_core()
+        submit_again(pair, REQUESTS, num_steps_between=0)
+        run_to_the_end(pair)
+        for request in REQUESTS:
+            assert_all_heard(pair, request)
+        num_recomputed += pair.core.load().num_recomputed_tokens
+    assert (num_recomputed > 0) == computes_again
 
 
 def test_what_was_swapped_out_ahead_of_its_source_by_a_token_is_found():
