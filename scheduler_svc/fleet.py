@@ -27,6 +27,7 @@ from scheduler_svc.placement import Placer
 from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.roster import Roster
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.served_model import ServedModel
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.unplaced_requests import UnplacedRequests
@@ -70,7 +71,7 @@ class Fleet:
             self.roster, is_used=self._is_adapter_used, on_change=streams.tell_adapters
         )
         """The LoRA adapters that the workers hold."""
-        self._model: ModelInfo | None = None
+        self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
@@ -225,18 +226,14 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """Check that a worker has the model that the routers were told of."""
-        model = replace(info.model, max_model_len=0, adapters=())  # these alone may differ
-        if self._model is None:
-            self._model = model
-        if model != self._model:
-            raise UnavailableError(
-                f"worker {engine.target} holds {model}; this scheduler serves {self._model}"
-            )
+        """Check that a worker has the model that the routers were told of, or tell them anew."""
+        if self._served.accept(engine, info):
+            self._begin_anew(f"the service now has another model, {info.model.id!r}")
 
     async def settle(self, engine: Engine, link: WorkerLink) -> None:
         """Have the worker hold the adapters that the others hold, and they its."""
         await self.adapters.settle(engine.target, link, link.info.model.adapters)
+        self.accept(engine, link.info)  # another may have come meanwhile, with another model
 
     def attached(self, engine: Engine) -> None:
         """Place what waited for a worker."""
@@ -328,6 +325,13 @@ class Fleet:
         ):
             raise NotFoundError(f"LoRA adapter of {request.request_id!r} is not served any more")
 
+    def _begin_anew(self, why: str) -> None:
+        """End what was asked of another model, and let the routers ask what this one is."""
+        for command in self._unplaced.take_all():
+            self._end_with_error(command.request, why)
+        self.adapters.forget()
+        self._streams.end_all(UnavailableError(why))
+
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request
         error = (
@@ -337,6 +341,9 @@ class Fleet:
         log.error(
             "a request is given up", request_id=request.request_id, num_losses=command.num_losses
         )
+        self._end_with_error(request, error)
+
+    def _end_with_error(self, request: Request, error: str) -> None:
         finished = end_with_error(request, error)
         for item in finished:
             self._spans.finished(item)

@@ -41,6 +41,11 @@ class RouterStream:
         self._wake = asyncio.Event()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._ended
+
+    @property
     def live_seq_keys(self) -> frozenset[SeqKey]:
         """The keys that are taken."""
         return frozenset(self._live_seq_keys)
