@@ -18,7 +18,7 @@ def release_memory() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # a system whose C library has none
         ctypes.CDLL(None).malloc_trim(0)

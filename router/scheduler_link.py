@@ -61,6 +61,12 @@ class LinkConfig:
 class LinkOwner(Protocol):
     """Who is told of a link. Called from the link's task; nothing may wait."""
 
+    async def prepare(self, model: SchedulerModel) -> None:
+        """Reads what it takes to serve a model, which is looked at next; raises MisfitError.
+
+        This alone may wait.
+        """
+
     def check_fit(self, link: "SchedulerLink", model: SchedulerModel) -> None:
         """Looks at a scheduler's model before it is used; raises MisfitError."""
 
@@ -228,7 +234,8 @@ class SchedulerLink:
                     raise QuireError("the first message is not a welcome")
                 asker.cancel()  # from now on there are beats
                 silence.heard()
-                tasks.append(asyncio.create_task(_write(call, self._meet(welcome))))
+                outbox = await self._meet(welcome)
+                tasks.append(asyncio.create_task(_write(call, outbox)))
                 while (news := await _read(call)) is not None:
                     silence.heard()
                     self._hear(news)
@@ -255,9 +262,10 @@ class SchedulerLink:
             self._owner.changed(self)
         limit.reschedule(asyncio.get_running_loop().time())
 
-    def _meet(self, welcome: Welcome) -> Outbox:
+    async def _meet(self, welcome: Welcome) -> Outbox:
         """Takes up the scheduler's model and submits every live request (again)."""
         try:
+            await self._owner.prepare(welcome.model)
             self._misfit = None
             self._owner.check_fit(self, welcome.model)
         except MisfitError as error:

@@ -20,11 +20,13 @@ class SchedulerModel:
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     adapters: tuple[LoraAdapter, ...] = ()
+    directory: str = ""
+    """Where it is, if its workers were told to load it; empty: it is that of the flags."""
 
     def __str__(self) -> str:
         """Names it as far as it is shown where two differ."""
         if not self.adapters:
-            return repr(self.id)
+            return f"{self.id!r} from {self.directory}" if self.directory else repr(self.id)
         names = ", ".join(f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
         return f"{self.id!r} with LoRA adapters {names}"
 

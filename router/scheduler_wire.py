@@ -176,6 +176,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
                     eos_token_ids=tuple(model.eos_token_ids),
                     structured_output=model.structured_output,
                     adapters=tuple(map(adapter_from_proto, model.adapters)),
+                    directory=model.directory,
                 ),
             )
         case _:

@@ -17,6 +17,7 @@ from router.scheduler_choice import Candidate, choose
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
+from router.tokenizers import Tokenizers
 from rpc.discovery import Discovery
 from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from rpc.health import Health
@@ -40,15 +41,15 @@ class Pool:
         self.health = Health()
         self._changed = asyncio.Event()
         self.health.on_change(self._changed.set)
-        tokenizer = load_tokenizer(model_dir)
+        tokenizers = Tokenizers(load_tokenizer(model_dir))
         self.schedulers = Schedulers(
             discovery,
             LinkConfig(router_id="test", max_message_mb=4),
-            num_token_ids=len(tokenizer.table.pieces),
+            tokenizers=tokenizers,
             health=self.health,
         )
         self.inference = Inference(
-            "tiny", tokenizer, self.schedulers, max_live_requests=99, tokenizer_threads=1
+            "tiny", tokenizers, self.schedulers, max_live_requests=99, tokenizer_threads=1
         )
 
     async def wait_for(self, num_connected, num_known=None):
