@@ -107,6 +107,8 @@ class SchedulerLink:
         """The sequences that the scheduler works on, or will as soon as there is one."""
         self.room: int | None = None
         """Sequences that its queues will take, as far as is known; None: they need no counting."""
+        self.is_unloaded = False
+        """Whether what is submitted there waits until a model is loaded."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
@@ -281,7 +283,7 @@ class SchedulerLink:
             epoch=welcome.epoch,
             num_resubmitted=len(lives),
         )
-        self.room = None
+        self.room, self.is_unloaded = None, False
         outbox = self._outbox = Outbox()
         for live in lives:
             self.submit(live)
@@ -319,6 +321,8 @@ class SchedulerLink:
     def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
         if news.room is not None:
             self.room = news.room.num_seqs
+        if news.is_unloaded is not None:
+            self.is_unloaded = news.is_unloaded
         if news.max_model_len is not None and self.model is not None:
             self.model = replace(self.model, max_model_len=news.max_model_len)
             self._owner.model_changed()

@@ -131,6 +131,8 @@ class StepNews:
     """Most tokens of prompt and output from now on; None: as before."""
     adapters: tuple[LoraAdapter, ...] | None = None
     """Those that requests may have from now on; None: as before."""
+    is_unloaded: bool | None = None
+    """Whether no worker has its model, so that requests wait; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)

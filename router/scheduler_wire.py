@@ -208,6 +208,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         endings=tuple(map(_ending_from_proto, message.finished)),
         room=_room_from_proto(message.room) if message.HasField("room") else None,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
+        is_unloaded=message.is_unloaded if message.HasField("is_unloaded") else None,
         adapters=(
             tuple(map(adapter_from_proto, message.adapters.adapters))
             if message.HasField("adapters")

@@ -346,6 +346,7 @@ class Schedulers:
         if adapter is not None:  # if none has it, any refuses the request by name
             able = [each for each in links if each.model and adapter in each.model.adapters]
             links = able or links
+        links = [each for each in links if not each.is_unloaded] or links
         candidates = []
         for link in links:
             sight = self._sights.get(link, _Sight())

@@ -52,7 +52,7 @@ class Loading:
         Raises:
             NotFoundError: There is no such worker.
             UnimplementedError: A worker keeps its model; then all do.
-            UnavailableError: One is not attached, or lost meanwhile.
+            UnavailableError: One is not there, or lost meanwhile.
             QuireError: What a worker says; others may be unloaded by then.
         """
         engines = self._roster.chosen(worker)
@@ -62,7 +62,8 @@ class Loading:
             if not engine.is_unloaded and not self._is_unloading(engine)
         }
         for session in sessions.values():
-            session.leave()  # all, before one is emptied: not into another that goes
+            if session is not None:
+                session.leave()  # all, before one is emptied: not into another that goes
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(_retrieve)
@@ -103,15 +104,17 @@ class Loading:
         task = self._unloads.get(engine.target)
         return task is not None and not task.done()
 
-    async def _unload(self, engine: Engine, session: Session) -> None:
+    async def _unload(self, engine: Engine, session: Session | None) -> None:
         log.info("a worker's model is to be unloaded", worker=engine.target)
         try:
-            await self._drainer.move_away(engine, session)
-            await session.hand_over()
-            session.check_alive()
+            if session is not None:
+                await self._drainer.move_away(engine, session)
+                await session.hand_over()
+                session.check_alive()
             await self._workers.unload(engine.target)
         except QuireError as error:
-            session.stay()
+            if session is not None:
+                session.stay()
             log.warning("a model stays", worker=engine.target, reason=str(error))
             raise said_by(engine.target, error) from error
         await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")
@@ -132,10 +135,10 @@ class Loading:
             raise said_by(engine.target, error) from error
 
 
-def _session_of(engine: Engine) -> Session:
-    """Return that of a worker whose model can be unloaded."""
+def _session_of(engine: Engine) -> Session | None:
+    """Return that of a worker; None: it has none, and if it is there, another model is served."""
     if engine.session is None:
-        raise _not_attached(engine)
+        return None
     if not engine.session.info.can_unload:
         raise UnimplementedError(
             f"worker {engine.target} keeps its model: it is on several devices"

@@ -63,6 +63,11 @@ class Roster:
         )
 
     @property
+    def is_unloaded(self) -> bool:
+        """Whether nobody can run anything, because models are unloaded."""
+        return not self.sessions and bool(self.unloaded())
+
+    @property
     def sessions(self) -> dict[str, Session]:
         """Those of the workers that are attached, by worker."""
         return {

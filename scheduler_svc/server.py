@@ -81,6 +81,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(BEAT_S)
             if (model := self._fleet.model_now()) is not None:
                 self._streams.tell_max_model_len(model.max_model_len)
+            self._streams.tell_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
             self._streams.beat()
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is

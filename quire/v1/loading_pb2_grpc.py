@@ -83,7 +83,7 @@ class LoadingServiceServicer(object):
         """Unloads models; returns when their memory is given back, which happens even if the caller leaves
         before. NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several devices
         (--tensor-parallel-size, --pipeline-parallel-size), or simulated: then none is unloaded;
-        FAILED_PRECONDITION if one is being loaded; UNAVAILABLE if one is not attached, or lost meanwhile.
+        FAILED_PRECONDITION if one is being loaded; UNAVAILABLE if one is not there, or lost meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

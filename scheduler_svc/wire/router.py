@@ -265,6 +265,8 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
             merged.max_model_len = output.max_model_len
         if output.HasField("adapters"):
             merged.adapters.CopyFrom(output.adapters)
+        if output.HasField("is_unloaded"):
+            merged.is_unloaded = output.is_unloaded
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4

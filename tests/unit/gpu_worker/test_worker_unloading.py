@@ -139,7 +139,7 @@ async def refusal(call):
 
 def holders():
     gc.unfreeze()  # what is frozen is not told of
-    found = [each for each in gc.get_objects() if isinstance(each, KINDS)]
+    found = [each for each in gc.get_objects() if type(each) in KINDS]
     gc.freeze()
     return {id(each): weakref.ref(each) for each in found}
 
@@ -170,11 +170,13 @@ async def test_nothing_of_a_model_is_left_and_it_comes_back_as_it_was(model, tmp
 
 async def test_the_pools_memory_goes_whoever_still_has_a_view_of_it(model, tmp_path, monkeypatch):
     pools = []
-    monkeypatch.setattr(
-        KvPool,
-        "__init__",
-        lambda pool, *a, init=KvPool.__init__: (init(pool, *a), pools.append(pool))[0],
-    )
+    init = KvPool.__init__
+
+    def keep(pool, *args):
+        init(pool, *args)
+        pools.append(pool)
+
+    monkeypatch.setattr(KvPool, "__init__", keep)
     async with running(model, tmp_path) as worker:
         view = pools[-1].blocks_as_bytes[:20]
         pools.clear()

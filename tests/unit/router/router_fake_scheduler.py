@@ -219,6 +219,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
+    async def tell_unloaded(self, is_unloaded):
+        """Says whether no worker has its model."""
+        step = scheduler_pb2.StepOutput(is_unloaded=is_unloaded)
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
     async def tell_adapters(self, *names):
         """Says which adapters requests may have from now on."""
         self.adapters = names

@@ -245,6 +245,26 @@ async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
     await live.aclose()
 
 
+async def test_a_scheduler_whose_models_are_unloaded_gets_what_nobody_else_can_have(pool, pair):
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    for is_unloaded, expected in ((True, other), (False, home)):
+        await home.tell_unloaded(is_unloaded)
+        await hears(home, live, submit)
+        each, _, got, _ = await place(pool, pair, (5, 6, 7))
+        assert got is expected
+        await each.aclose()
+    await live.aclose()
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    await home.tell_unloaded(is_unloaded=True)
+    await hears(home, live, submit)
+    await other.stop()
+    await pool.wait_for(1)
+    each = await pool.start((5, 6, 7))
+    await home.submits.get()
+    await each.aclose()
+    await live.aclose()
+
+
 async def test_requests_may_be_as_long_as_all_schedulers_now_take(pool, pair):
     homes = {}
     for first in range(5, 40):  # until each has one

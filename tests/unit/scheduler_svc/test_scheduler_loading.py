@@ -45,19 +45,22 @@ class Router(FakeRouter):
 
 
 @contextlib.asynccontextmanager
-async def service(folder, num_workers, **options):
+async def service(folder, num_workers):
     """A scheduler with so many workers attached, and a router."""
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
     for worker in workers:
         await worker.start()
     targets = [worker.target for worker in workers]
-    async with running_scheduler(folder, targets, **options) as scheduler:
-        router = await Router(scheduler.target).connect()
-        await router.wait_for_load(lambda load: load.num_workers == num_workers)
-        yield scheduler, router, *workers
-        await router.disconnect()
-    for worker in workers:
-        await worker.die()
+    try:
+        async with running_scheduler(folder, targets) as scheduler:
+            router = await Router(scheduler.target).connect()
+            await router.wait_for_load(lambda load: load.num_workers == num_workers)
+            yield scheduler, router, *workers
+            await router.disconnect()
+    finally:
+        for worker in workers:
+            worker.resume()
+            await worker.die()
 
 
 async def refusal(call):
@@ -121,6 +124,19 @@ async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
         assert told.was_loaded
 
 
+async def test_routers_are_told_when_nobody_has_the_model(folder):
+    def told(router):
+        steps = [message.step for message in router.messages]
+        return [step.is_unloaded for step in steps if step.HasField("is_unloaded")]
+
+    async with service(folder, 2) as (_, router, first, second):
+        await router.unload(first.target)
+        await router.unload(second.target)
+        await router.read_until(lambda: told(router) == [True])
+        await router.load_models(first.target)
+        await router.read_until(lambda: told(router) == [True, False])
+
+
 async def test_all_are_unloaded_and_loaded_if_none_is_named(folder):
     async with service(folder, 3) as (_, router, *workers):
         targets = {worker.target for worker in workers}
@@ -153,7 +169,7 @@ async def test_what_cannot_be_is_refused_by_name(folder):
         await router.wait_for_load(lambda load: load.num_workers == 1)
         code, details = await refusal(router.unload(second.target))
         assert code == "UNAVAILABLE"
-        assert details.startswith(f"worker {second.target} is not attached: ")
+        assert details.startswith(f"worker {second.target}: ")
         assert (await refusal(router.load_models(second.target)))[0] == "UNAVAILABLE"
         assert not first.loading.is_unloaded
         await router.unload(first.target)
@@ -279,3 +295,19 @@ async def test_a_worker_of_another_model_is_refused_as_ever_if_it_was_not_unload
         await worker.start()
         while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
             pass
+
+
+async def test_one_that_is_back_with_its_flags_model_is_told_to_load_what_is_served(folder):
+    async with service(folder, 1) as (scheduler, router, worker):
+        await router.unload()
+        await router.load_models(directory=OTHER)
+        await worker.die()
+        worker.info.model.id, worker.info.model.directory = "fake", ""
+        await worker.start()
+        while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+        assert await router.unload() == {worker.target: False}
+        await router.load_models(directory=OTHER)
+        again = await Router(scheduler.target).connect()
+        assert again.welcome.model.id == "other"
+        await again.disconnect()
