@@ -38,12 +38,15 @@ async def test_an_error_comes_when_the_others_have_ended():
     gate, late, ended, told = asyncio.Event(), asyncio.Event(), [], []
     gate.set()
     failing = counted("a", [gate], ended, ValueError("no"))
+
+    async def read():
+        async for each in merged([failing, counted("b", [gate, late], ended)]):
+            told.append(each)
+            if len(told) == 2:
+                late.set()
+
     with pytest.raises(ValueError, match="no"):
-        async with aclosing(merged([failing, counted("b", [gate, late], ended)])) as merger:
-            async for each in merger:
-                told.append(each)
-                if len(told) == 2:
-                    late.set()
+        await read()
     assert sorted(told) == ["a0", "b0", "b1"]
 
 
