@@ -93,11 +93,6 @@ class ModelSlot:
         self._unloading: asyncio.Task[None] | None = None
         self._gave_up = threading.Event()
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it is there."""
-        return self._model is not None
-
     def problem(self) -> str | None:
         """A liveness check: what is wrong, or None."""
         return None if self._model is None else self._model.steps.problem()

@@ -329,6 +329,7 @@ class Fleet:
         """End what was asked of another model, and let the routers ask what this one is."""
         for command in self._unplaced.take_all():
             self._end_with_error(command.request, why)
+        self._streams.kept.forget_all()
         self.adapters.forget()
         self._streams.end_all(UnavailableError(why))
 

@@ -251,7 +251,7 @@ async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(fol
         worker.pause_at = None
         worker.resume()
         await unloading
-        await router.submit(1, [3, 4], max_tokens=12)
+        await router.submit(1, [3, 4], max_tokens=12, resume_record=b"r")
         await router.wait_for_live(2)
         num_answered = len(worker.answered)
         await router.load_models(directory=OTHER)
@@ -266,6 +266,9 @@ async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(fol
         assert len(worker.answered) == num_answered
         again = await Router(f"unix:{folder}/s").connect()
         assert (again.welcome.model.id, again.welcome.model.directory) == ("other", OTHER)
+        await again.resume("request-1", 50)
+        await again.read_until(lambda: 50 in again.refused)
+        assert again.refused[50].code == grpc.StatusCode.NOT_FOUND.value[0]
         await again.submit(0, [1, 2])
         await again.read_until_finished(0)
         await again.disconnect()
