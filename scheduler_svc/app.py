@@ -120,7 +120,7 @@ async def _run_scheduler(
             pace=Pace(settings.max_decode_slowdown, settings.max_prompt_step_s),
         )
 
-    registry.register(LoadCollector(roster.loads))
+    registry.register(LoadCollector(roster.loads, roster.unloaded))
     registry.register(SpaceCollector(roster.spaces))
     registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
