@@ -127,7 +127,8 @@ async def _run_scheduler(
     queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
     resizer = Resizer(roster)
     drainer = Drainer(fleet, migrator)
-    loading = Loading(roster, drainer, WorkerLoading(epoch, settings.client_tls))
+    workers_loading = WorkerLoading(epoch, settings.client_tls)
+    loading = Loading(roster, drainer, workers_loading, on_stay=fleet.place_unplaced)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
     side_tasks = SideTasks(stop)
 

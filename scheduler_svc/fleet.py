@@ -186,7 +186,7 @@ class Fleet:
         self.roster.remove(engine)
         self._awaited.discard(engine)
         self._show_health()
-        self._place_unplaced()  # what waited for this one alone
+        self.place_unplaced()  # what waited for this one alone
 
     def note_failure(self) -> None:
         """Learn that an engine has failed, whose session answers no step any more."""
@@ -240,15 +240,16 @@ class Fleet:
         self._attached.set()
         self._awaited.discard(engine)
         self._show_health()
-        self._place_unplaced()
+        self.place_unplaced()
 
     def _await_no_more(self) -> None:
         """Place what waited for workers that do not come."""
         self._is_reunion = False
         self._awaited.clear()
-        self._place_unplaced()
+        self.place_unplaced()
 
-    def _place_unplaced(self) -> None:
+    def place_unplaced(self) -> None:
+        """Place what waited for a worker that takes requests, now that one does."""
         for command in self._unplaced.take_all():
             try:
                 self._check_adapter(command.request)

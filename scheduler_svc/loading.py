@@ -40,8 +40,17 @@ class UnloadedWorker:
 class Loading:
     """What is asked of one worker, by its target, or of all; one thing at a time at each."""
 
-    def __init__(self, roster: Roster, drainer: Drainer, workers: WorkerLoading) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        drainer: Drainer,
+        workers: WorkerLoading,
+        *,
+        on_stay: Callable[[], None],
+    ) -> None:
+        """`on_stay` is called when a worker takes requests again that was to give up its model."""
         self._roster = roster
+        self._on_stay = on_stay
         self._drainer = drainer
         self._workers = workers
         self._unloads: dict[str, asyncio.Task[None]] = {}
@@ -115,6 +124,7 @@ class Loading:
         except QuireError as error:
             if session is not None:
                 session.stay()
+                self._on_stay()
             log.warning("a model stays", worker=engine.target, reason=str(error))
             raise said_by(engine.target, error) from error
         await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")

@@ -153,11 +153,14 @@ async def test_a_worker_that_keeps_its_model_keeps_its_requests(folder):
         await router.submit(0, [1, 2], max_tokens=12)
         await worker.has_paused.wait()
         unloading = asyncio.create_task(refusal(router.unload(worker.target)))
+        await router.submit(1, [3, 4], max_tokens=12)
+        await router.wait_for_live(2)
         worker.pause_at = None
         worker.resume()
         assert await unloading == ("INTERNAL", f"worker {worker.target}: it will not")
-        await router.read_until_finished(0)
+        await router.read_until_finished(0, 1)
         assert router.tokens[0] == expected_tokens([1, 2], 12)
+        assert router.tokens[1] == expected_tokens([3, 4], 12)
         assert worker.num_attaches == 1
 
 
