@@ -198,8 +198,9 @@ class ModelSlot:
             await self._load(self._settings_of(load.directory), report)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             problem = _explain(error, load.directory)
-            _forget_frames(error)
             _log.warning("no model is loaded", reason=str(problem))
+            await asyncio.to_thread(_begin_release)
+            _forget_frames(error)
             await asyncio.to_thread(_release)
             self._health.set_ready(_UNLOADED)
             raise problem from None
@@ -219,8 +220,8 @@ class ModelSlot:
             self._watch.cancel()
         model, self._model = self._model, None
         model.memory.stop()
-        await model.steps.stop()
-        del model
+        await asyncio.to_thread(_begin_release)
+        await model.steps.stop()  # which drops what holds the memory
         await asyncio.to_thread(_release)
         _log.info("unloaded the model")
 
@@ -256,6 +257,12 @@ def _load_model(
     from gpu_worker.loading import load  # noqa: PLC0415
 
     return load(settings, report, event_loop, leader)
+
+
+def _begin_release() -> None:
+    from gpu_worker.release import begin_release  # noqa: PLC0415 - torch, as above
+
+    begin_release()
 
 
 def _release() -> None:
