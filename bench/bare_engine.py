@@ -127,7 +127,8 @@ class BareEngine:
 
 async def _main(settings: WorkerSettings) -> None:
     loop = asyncio.get_running_loop()
-    info, steps, _, _ = await asyncio.to_thread(load, settings, lambda *_: None, loop)
+    loaded = await asyncio.to_thread(load, settings, lambda *_: None, loop)
+    info, steps = loaded.info, loaded.steps
     await steps.attach(_ATTACHMENT)
     engine = BareEngine(info, steps)
     workload_fields = {field.name for field in fields(Workload)}

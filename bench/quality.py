@@ -74,7 +74,8 @@ async def perplexity(
     """The perplexity of the text at a worker with these flags, and how many tokens it scored."""
     settings = WorkerSettings(model=model, device="cpu", kv_cache_memory_gb=0.1, **flags)
     loop = asyncio.get_running_loop()
-    info, steps, _, _ = await asyncio.to_thread(load, settings, lambda *_: None, loop)
+    loaded = await asyncio.to_thread(load, settings, lambda *_: None, loop)
+    info, steps = loaded.info, loaded.steps
     try:
         await steps.attach(_ATTACHMENT)
         scores: list[float] = []

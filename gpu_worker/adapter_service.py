@@ -49,6 +49,11 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._load, self._steps = load, steps
         self._num_numbered = len(self._worker.adapters)
 
+    async def close(self) -> None:
+        """The model is about to go: when what is being loaded is, let go of it, until `open`."""
+        async with self._lock:
+            self._load = self._steps = None
+
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
         name = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name

@@ -26,6 +26,9 @@ class Pool(Protocol):
     def resize(self, num_blocks: int) -> None:
         """Have `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
 
+    def close(self) -> None:
+        """Give its memory back; nothing may be called afterwards."""
+
 
 class BlockMoves:
     """The tiers of one worker, whose labels it keeps true. One thread calls everything here."""
@@ -88,9 +91,14 @@ class BlockMoves:
         self._labels.forget_disk_moves()
 
     def close(self) -> None:
-        """End the disk's threads; nothing may be called afterwards."""
+        """End the disk's threads, then give up the pools; nothing may be called afterwards."""
         if self.disk_pool is not None:
             self.disk_pool.close()
+        if self.host_pool is not None:
+            self.host_pool.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is launched may still touch the pool
+        self._pool.close()
 
     def _swap(self, step: StepInput) -> Int32Array:
         if self.host_pool is None:

@@ -35,6 +35,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
             eos_token_ids=info.eos_token_ids,
             structured_output=info.structured_output,
             adapters=adapters_to_proto(limits.adapters),
+            directory=info.directory,
         ),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -54,6 +55,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=limits.num_saturating_tokens,
         host_is_device_memory=info.host_is_device_memory,
+        can_unload=info.can_unload,
     )
 
 
@@ -76,6 +78,7 @@ def worker_state_to_proto(
         num_rows_used=state.num_rows_used,
         has_scheduler=state.has_scheduler,
         memory_level=_LEVEL_TO_PROTO[state.memory_level],
+        is_unloaded=state.is_unloaded,
     )
 
 

@@ -110,6 +110,7 @@ class MemoryMonitor:
         )
         self._meter = LevelMeter()
         self._has_failed = False
+        self._stopped = threading.Event()
 
     @property
     def level(self) -> Level | None:
@@ -144,16 +145,20 @@ class MemoryMonitor:
         return level
 
     def start(self) -> None:
-        """Look every second, on a thread that ends with the process."""
+        """Look every second, on a thread that ends with the process at the latest."""
         threading.Thread(target=self.run, name="device-memory", daemon=True).start()
 
+    def stop(self) -> None:
+        """Look no more; as long as nobody does, memory counts as enough."""
+        self._stopped.set()
+        metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)
+
     def run(self) -> None:
-        """Look until it cannot be done."""
-        never = threading.Event()
+        """Look until it cannot be done, or `stop`."""
         try:
-            while True:
+            while not self._stopped.is_set():
                 self.check()
-                never.wait(_INTERVAL_S)
+                self._stopped.wait(_INTERVAL_S)
         except (RuntimeError, OSError, ValueError) as error:  # a device's failure the steps tell
             self._has_failed = True
             metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)  # as nothing is known

@@ -107,6 +107,11 @@ class KvPool:
         self._memory.resize(num_blocks * self.block_bytes)
         self.num_blocks = num_blocks
 
+    def close(self) -> None:
+        """Give elastic memory back, whoever still has views of it; none may be used any more."""
+        if self._memory is not None:
+            self._memory.close()
+
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks `src` to `dst`, as if every read came before every write.
 

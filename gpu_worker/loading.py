@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -31,12 +32,22 @@ _GIB = 1024**3
 _log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that is ready to serve. It holds the device until `steps` have stopped."""
+
+    info: WorkerInfo
+    steps: StepLoop
+    memory: MemoryMonitor
+    load_adapter: AdapterLoader
+
+
 def load(
     settings: WorkerSettings,
     report: Callable[[str, float | None], None],
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
-) -> tuple[WorkerInfo, StepLoop, MemoryMonitor, AdapterLoader]:
+) -> LoadedModel:
     """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
 
     What `report` raises ends it. `leader` has the other ranks, if the model is on several devices.
@@ -60,17 +71,19 @@ def load(
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
-    return info, steps, memory_monitor, _load_adapter(settings, loaded)
+    return LoadedModel(info, steps, memory_monitor, _load_adapter(settings, loaded.load_adapter))
 
 
-def _load_adapter(settings: WorkerSettings, loaded: ModelPart) -> AdapterLoader:
+def _load_adapter(
+    settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
+) -> AdapterLoader:
     """Give what loads adapters while the worker works, with errors for whoever asks for one."""
     if (obstacle := settings.adapter_obstacle) is not None:
         return refuse_adapters(obstacle)
 
     def load(name: str, directory: Path) -> Adapter:
         try:
-            return loaded.load_adapter(name, directory)
+            return load_one(name, directory)
         except ModelError as error:
             raise InvalidArgumentError("directory", f"is {directory}: {error}") from error
         except torch.OutOfMemoryError as error:
@@ -105,14 +118,15 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
         max_num_blocks=loaded.max_num_blocks,
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
         host_is_device_memory=loaded.device.type == "cpu",
+        can_unload=num_ranks == 1,
     )
 
 
 def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
     """Say in metrics and log what is served."""
-    limits = info.limits
+    limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
-    metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(loaded.device))
+    metrics.MEMORY_AVAILABLE.set_function(lambda: memory.device_available_bytes(device))
     _log.info(
         "loaded",
         model=info.model_id,

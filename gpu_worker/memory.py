@@ -27,14 +27,18 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class NoRoomError(ModelError):
+    """The device, or the machine, has no memory for what was asked."""
+
+
 def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
     """How many blocks fit `num_bytes`.
 
     Raises:
-        ModelError: none does.
+        NoRoomError: none does.
     """
     if num_bytes < bytes_per_block:
-        raise ModelError(
+        raise NoRoomError(
             f"KV memory is {max(num_bytes, 0) / _GIB:.3f} GiB; one block takes "
             f"{bytes_per_block / _GIB:.3f} GiB"
         )

@@ -19,6 +19,9 @@ COMPUTED_TOKENS = Counter("quire_worker_computed_tokens", "Tokens that went thro
 SAMPLED_TOKENS = Counter("quire_worker_sampled_tokens", "Tokens sampled and reported.")
 FAILED_ROWS = Counter("quire_worker_failed_rows", "Sequences whose logits were not finite.")
 ROWS_USED = Gauge("quire_worker_rows_used", "Rows that hold a sequence.")
+UNLOADED = Gauge(
+    "quire_worker_unloaded", "Whether its model is unloaded, or on its way back: 1; else 0."
+)
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
 SPEC_DECODE_DRAFTS = Counter(
     "quire_worker_spec_decode_num_drafts",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,18 @@ def load_part(
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
     """
+    with ExitStack() as undo:
+        part = _load_part(member, report, meet, undo)
+        undo.pop_all()
+    return part
+
+
+def _load_part(
+    member: Member,
+    report: Callable[[str, float | None], None],
+    meet: Callable[[Place, torch.device], Ranks | None],
+    undo: ExitStack,
+) -> ModelPart:
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
@@ -128,6 +141,7 @@ def load_part(
         settings, num_blocks, block_bytes(local_config, settings.block_size, dtypes), device
     )
     pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device, pool_memory)
+    undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     tiers = open_lower_tiers(settings, pool, local_config)
     num_host_blocks = tiers.num_host_blocks
@@ -139,6 +153,8 @@ def load_part(
         num_host_blocks=num_host_blocks,
         num_disk_blocks=tiers.num_disk_blocks,
     )
+    if tiers.disk_pool is not None:
+        undo.callback(tiers.disk_pool.close)
     structured = None
     if place.rank == 0:  # which samples
         structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)

@@ -51,7 +51,7 @@ def open_pool_memory(
     try:
         return ElasticMemory(chunks, num_bytes)
     except OutOfMemoryError as error:
-        raise ModelError(f"KV memory is {num_bytes / _GIB:.3f} GiB: {error}") from error
+        raise memory.NoRoomError(f"KV memory is {num_bytes / _GIB:.3f} GiB: {error}") from error
     except VirtualMemoryError as error:
         raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Final
 
 import grpc.aio
 import structlog
@@ -16,12 +16,12 @@ from gpu_worker.description_wire import (
     worker_info_to_proto,
     worker_state_to_proto,
 )
-from gpu_worker.holdings import Holdings
-from gpu_worker.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
+from gpu_worker.executions import Execution, Executions
+from gpu_worker.kv_exchange import pull_kv, read_kv, read_request
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory_level import WatchedMemory
-from gpu_worker.result_stream import ResultStream
-from gpu_worker.step import StepInput, StepOutput
+from gpu_worker.step import StepOutput
+from gpu_worker.steps import Steps
 from gpu_worker.wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
@@ -43,44 +43,10 @@ from rpc.grpc_server import Service
 from rpc.silence import LOST_AFTER_S
 from rpc.tls import ClientTls
 
+_CLOSE_S: Final = 10.0
+"""How long a scheduler may take to read the results that it is owed when the model goes."""
+
 _log = structlog.get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Execution:
-    """One call of `Execute`."""
-
-    results: ResultStream
-    attachment: Attachment | None = None
-    """Whose steps it sends; known from its first batch."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Steps(HostBlocks, Protocol):
-    """What runs the steps: `step_loop.StepLoop`, named here by what the server does with it.
-
-    The server is up before torch is imported, which that one does.
-    """
-
-    @property
-    def num_rows_used(self) -> int:
-        """Rows that hold a sequence."""
-
-    async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows; obey only `attachment` from then on.
-
-        Returns:
-            What there was.
-        """
-
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
-        """Queue a step; what it produces, or raises, comes in the future."""
-
-    def resize_pool(self, num_blocks: int) -> Awaitable[None]:
-        """Let the device have `num_blocks` blocks, after the steps taken so far.
-
-        Whoever attaches after this call finds it done.
-        """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -93,12 +59,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._steps: Steps | None = None
         self._memory: WatchedMemory | None = None
         self._attachments = Attachments()
-        self._executions: set[_Execution] = set()
+        self._executions = Executions()
         self._is_leaving = asyncio.Event()
         """It is about to end, and may be left."""
         self._num_told = 0
         """Calls that wait to hear that."""
         self._is_draining = False
+        self._is_unloaded = False
         self._resizing: asyncio.Task[None] | None = None
         """The last one, which somebody must hold."""
         self._heard_s = 0.0
@@ -107,6 +74,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
         """The model is there: serve it. `memory` is the device's; None: nobody watches it."""
         self._info, self._steps, self._memory = info, steps, memory
+        self._is_unloaded = False
+        metrics.UNLOADED.set(0)
+
+    async def close(self) -> None:
+        """The model is about to go: take no steps until `open`; return when all have ended.
+
+        A scheduler may attach, and is told.
+        """
+        self._is_unloaded = True
+        metrics.UNLOADED.set(1)
+        await self._executions.end_all(_unloaded(), _CLOSE_S)
+        self._steps = self._memory = None
+        metrics.KV_BYTES.set(0)
+        metrics.ROWS_USED.set(0)
+        if (newest := self._attachments.newest) is not None:
+            newest.holdings = None
 
     @property
     def model_id(self) -> str:
@@ -133,6 +116,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._loaded()
         self._attachments.of(epoch)
 
+    def check_claim(self, epoch: int) -> str:
+        """Check that who calls is the newest scheduler, whether there is a model or not.
+
+        Returns:
+            The worker's name.
+
+        Raises:
+            InvalidArgumentError, StaleEpochError: As `Attachments.of`.
+            UnavailableError: The worker drains, or its first model is not there yet.
+        """
+        if self._is_draining or self._info is None:
+            self._loaded()  # says so
+        assert self._info is not None, "it was loaded"
+        self._attachments.of(epoch)
+        return self._info.worker_id
+
     @property
     def num_live_seqs(self) -> int:
         """Rows that hold a sequence, while a scheduler is there."""
@@ -143,18 +142,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
         Before that, a scheduler that wants to know has `hand_over_s` to end its stream itself.
         """
-        executions = tuple(self._executions)
         if self._num_told:
             self._is_leaving.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hand_over_s):
-                    await asyncio.gather(*(each.ended.wait() for each in executions))
+                    await self._executions.wait_ended()
         self._is_draining = True
-        executions = tuple(self._executions)
-        for execution in executions:
-            execution.results.end(UnavailableError("the worker is draining"))
-        for execution in executions:
-            await execution.ended.wait()
+        await self._executions.end_all(UnavailableError("the worker is draining"))
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
@@ -171,12 +165,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AttachResponse:
         """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
         del context
+        if self._is_unloaded and self._info is not None and not self._is_draining:
+            self._attachments.begin(request.epoch)
+            self._heard_s = asyncio.get_running_loop().time()
+            return worker_pb2.AttachResponse(
+                worker=worker_info_to_proto(self._info), is_unloaded=True
+            )
         _, steps = self._loaded()
         if self._is_leaving.is_set():
             raise UnavailableError("the worker is draining")
         attachment = self._attachments.begin(request.epoch)
-        for execution in self._executions:
-            execution.results.abandon(self._attachments.superseded(execution.attachment))
+        self._executions.supersede(self._attachments)
         attachment.holdings = await steps.attach(attachment.number)
         _log.info(
             "attached",
@@ -210,8 +209,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Execute the batches in order and answer each with its result."""
-        execution = _Execution(ResultStream())
-        self._executions.add(execution)
+        execution = self._executions.begin()
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
             async for output in execution.results.results():
@@ -222,9 +220,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await context.write(message)
         finally:
             reader.cancel()
-            execution.results.close()
-            self._executions.remove(execution)
-            execution.ended.set()
+            self._executions.end(execution)
 
     async def DescribeDevice(  # noqa: N802 - the proto's name
         self,
@@ -233,7 +229,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DescribeDeviceResponse:
         """Describe the device and what it holds; to its scheduler also while it drains."""
         del context
-        if self._info is None or self._steps is None:
+        if self._info is None:
             raise _still_loading()
         now_s = asyncio.get_running_loop().time()
         attachment = self._attachments.newest or Attachment(number=0, epoch=0)
@@ -242,9 +238,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         state = WorkerState(
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
-            num_rows_used=self._steps.num_rows_used,
-            has_scheduler=bool(self._executions) and now_s - self._heard_s < LOST_AFTER_S,
+            num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
+            has_scheduler=(
+                (self._is_unloaded or bool(self._executions))
+                and now_s - self._heard_s < LOST_AFTER_S
+            ),
             memory_level=None if self._memory is None else self._memory.level,
+            is_unloaded=self._is_unloaded,
         )
         return worker_state_to_proto(self._info, state)
 
@@ -332,7 +332,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.AwaitDrainResponse()
 
     async def _read(
-        self, batches: AsyncIterator[worker_pb2.StepBatch], execution: _Execution
+        self, batches: AsyncIterator[worker_pb2.StepBatch], execution: Execution
     ) -> None:
         """Take batches until there are no more, or one is refused."""
         try:
@@ -345,7 +345,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             execution.results.end()
 
     def _take(
-        self, batch: worker_pb2.StepBatch, execution: _Execution
+        self, batch: worker_pb2.StepBatch, execution: Execution
     ) -> "asyncio.Future[StepOutput]":
         """Check a batch and give it to what runs it."""
         info, steps = self._loaded()
@@ -372,6 +372,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:
             raise UnavailableError("the worker is draining")
+        if self._is_unloaded:
+            raise _unloaded()
         if self._info is None or self._steps is None:
             raise _still_loading()
         return self._info, self._steps
@@ -382,6 +384,10 @@ def _require_whole_blocks(info: WorkerInfo) -> None:
         raise UnimplementedError(
             f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
         )
+
+
+def _unloaded() -> QuireError:
+    return UnavailableError("the model is unloaded")
 
 
 def _still_loading() -> QuireError:

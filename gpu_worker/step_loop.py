@@ -78,6 +78,7 @@ class StepLoop:
         self._attachment: int | None = None
         self._is_trusted = True
         """Whether no step has failed since the last attachment."""
+        self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None
         self._failed = asyncio.Event()
@@ -87,7 +88,7 @@ class StepLoop:
     @property
     def num_rows_used(self) -> int:
         """Rows that hold a sequence, at the last step."""
-        return self._executor.rows.num_used
+        return 0 if self._is_stopped else self._executor.rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
         """Forget all rows after the steps taken so far; obey only `attachment` from then on.
@@ -96,7 +97,7 @@ class StepLoop:
             What there was.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
-        self._jobs.put(_Attach(attachment, done))
+        self._post(_Attach(attachment, done), done)
         return await done
 
     def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
@@ -105,7 +106,7 @@ class StepLoop:
         A step that fails ends its attachment: those queued behind it raise UnavailableError.
         """
         result: asyncio.Future[StepOutput] = self._event_loop.create_future()
-        self._jobs.put(_Step(attachment, step, result))
+        self._post(_Step(attachment, step, result), result)
         return result
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
@@ -135,14 +136,19 @@ class StepLoop:
         return self._queue_call(lambda executor: executor.remove_adapter(number))
 
     async def stop(self) -> None:
-        """End the thread; steps that have no result yet get none.
+        """End the thread, then let go of the executor; what is launched gets no result any more.
 
         A thread that does not end within seconds is left behind: it ends with the process.
         """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self._jobs.put(_Stop())
         await asyncio.to_thread(self._thread.join, _STOP_S)
         if self._thread.is_alive():
             _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
+        else:
+            del self._executor  # whoever still has the loop, such as a call, keeps no memory
 
     async def wait_failed(self) -> None:
         """Wait until no step can run any more: only a new process can mend that."""
@@ -190,9 +196,16 @@ class StepLoop:
                 case _Call():
                     self._do(job)
                 case _Stop():
-                    self._executor.close()
+                    self._close()
                     return
             self._busy_since_s = time.monotonic() if self._pending else None
+
+    def _close(self) -> None:
+        self._pending.clear()
+        try:
+            self._executor.close()
+        except Exception as error:  # noqa: BLE001 - of a device that has failed: it is given up
+            _log.warning("what the steps had is not closed in order", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
         """Let nobody wait for what will not come, until `stop`."""
@@ -271,8 +284,14 @@ class StepLoop:
         self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
     ) -> "asyncio.Future[_T]":
         result: asyncio.Future[_T] = self._event_loop.create_future()
-        self._jobs.put(_Call(function, result, is_between_steps))
+        self._post(_Call(function, result, is_between_steps), result)
         return result
+
+    def _post(self, job: _Job, result: "asyncio.Future[Any]") -> None:
+        if self._is_stopped:
+            result.set_exception(UnavailableError("the model is not there any more"))
+        else:
+            self._jobs.put(job)
 
     def _do(self, job: _Call) -> None:
         while job.is_between_steps and self._pending:

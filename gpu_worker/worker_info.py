@@ -57,7 +57,11 @@ class WorkerInfo:
     host_is_device_memory: bool = False
     """Whether host blocks take from the memory that device blocks are in."""
     instance_id: int = field(default_factory=new_instance_id)
-    """Tells this start of this worker from all others."""
+    """Tells this start of this worker, or this load of its model, from all others."""
+    directory: str = ""
+    """Where the model is, if it is another than the worker's flags name."""
+    can_unload: bool = False
+    """Whether it can give the device back, and take it again."""
 
     @property
     def kv_format(self) -> str:
@@ -79,3 +83,5 @@ class WorkerState:
     """Whether one has a stream of steps open."""
     memory_level: Level | None = None
     """How short the device's memory is; None: it is not watched."""
+    is_unloaded: bool = False
+    """Whether it has no model."""

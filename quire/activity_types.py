@@ -53,3 +53,5 @@ class WorkerActivity:
     steps: tuple[StepRecord, ...]
     """The latest, in order."""
     memory_level: MemoryLevel = MemoryLevel.OK
+    is_unloaded: bool = False
+    """Whether its model is unloaded; then the other figures mean nothing."""

@@ -24,6 +24,7 @@ def activity_from_proto(
             num_decode_tokens=worker.num_decode_tokens,
             num_preemptions=worker.num_preemptions,
             busy_s=worker.busy_s,
+            is_unloaded=worker.is_unloaded,
             memory_level=_MEMORY_LEVELS.get(worker.memory_level, MemoryLevel.OK),
             steps=tuple(map(_step_from_proto, worker.steps)),
         )

@@ -231,3 +231,5 @@ class Load:
     num_stored_blocks: int = 0
     """Blocks stored on the disk since the start."""
     num_loaded_blocks: int = 0
+    num_unloaded_workers: int = 0
+    """Workers whose model is unloaded; they are not among `num_workers`."""

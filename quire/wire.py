@@ -296,4 +296,5 @@ def load_from_proto(load: common_pb2.Load) -> Load:
         num_swapped_in_blocks=load.num_swapped_in_blocks,
         num_stored_blocks=load.num_stored_blocks,
         num_loaded_blocks=load.num_loaded_blocks,
+        num_unloaded_workers=load.num_unloaded_workers,
     )

@@ -14,6 +14,8 @@ from router.authentication import KeyInterceptor, key_middleware
 from router.grpc_face import inference_service
 from router.inference import Inference
 from router.kserve.face import kserve_service
+from router.loading import Loading
+from router.loading_face import loading_service
 from router.openai import face as openai_face
 from router.openai.web_pages import PageGuard
 from router.scheduler_link import LinkConfig
@@ -21,6 +23,7 @@ from router.schedulers import Schedulers
 from router.settings import RouterSettings
 from router.tenancy import check_operator
 from router.tokenizer import load_tokenizer
+from router.tokenizers import Tokenizers
 from router.ui.face import Ui
 from rpc.discovery import Discovery
 from rpc.health import Health
@@ -44,7 +47,7 @@ async def run_router(
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    tokenizer = await asyncio.to_thread(load_tokenizer, settings.model)
+    tokenizers = Tokenizers(await asyncio.to_thread(load_tokenizer, settings.model))
     schedulers = Schedulers(
         Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
         LinkConfig(
@@ -52,13 +55,13 @@ async def run_router(
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
         ),
-        num_token_ids=len(tokenizer.table.pieces),
+        tokenizers=tokenizers,
         health=health,
     )
     api_keys = settings.read_api_keys()
     inference = Inference(
         settings.model_name,
-        tokenizer,
+        tokenizers,
         schedulers,
         max_live_requests=settings.max_live_requests,
         tokenizer_threads=settings.tokenizer_threads,
@@ -70,7 +73,9 @@ async def run_router(
         middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
     )
     check = None if api_keys is None else check_operator
-    adapters = Adapters(schedulers, inference.model, operators(settings, check))
+    may_operate = operators(settings, check)
+    adapters = Adapters(schedulers, inference.model, may_operate)
+    loading = Loading(schedulers, may_operate, settings.client_tls)
     http.add_routes(
         openai_face.routes(
             inference,
@@ -91,6 +96,7 @@ async def run_router(
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
                 adapter_service(adapters),
+                loading_service(loading),
             ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],

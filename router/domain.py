@@ -272,3 +272,4 @@ class Load:
     num_loaded_blocks: int
     num_failed_disk_moves: int
     num_spilled_blocks: int
+    num_unloaded_workers: int

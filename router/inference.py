@@ -35,7 +35,7 @@ from router.schedulers import Schedulers
 from router.served_model import ServedModel
 from router.stop_strings import StopMatcher, StopPattern
 from router.tenancy import check_operator, claim, tenant_of_caller
-from router.tokenizer import Tokenizer
+from router.tokenizers import Tokenizers
 from router.validation import check_request, settle_sampling
 from rpc import telemetry
 from rpc.errors import (
@@ -56,14 +56,14 @@ class Inference:
     def __init__(
         self,
         model_name: str,
-        tokenizer: Tokenizer,
+        tokenizers: Tokenizers,
         schedulers: Schedulers,
         *,
         max_live_requests: int,
         tokenizer_threads: int,
         api_keys: ApiKeys | None = None,
     ) -> None:
-        """Serves one model, under one name.
+        """Serves one model, which is called `model_name` if it is that of the flags.
 
         With `api_keys` a call's key says whose request it is, see `tenancy`; whoever passes on a
         call has looked at it before, see `authentication`.
@@ -76,7 +76,7 @@ class Inference:
         self.model = ServedModel(model_name, schedulers)
         """What is served."""
         self.text = ModelText(
-            tokenizer,
+            tokenizers,
             self.model,
             num_threads=tokenizer_threads,
             max_pending_prompts=max_live_requests,
@@ -133,7 +133,10 @@ class Inference:
         self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
     ) -> LiveRequest:
         start_s = time.time()
+        directory = self.model.directory
         prepared = await self.text.prepare(request)
+        if self.model.directory != directory:  # what was prepared is of the one before
+            raise UnavailableError("the service now has another model")
         prompt = prepared.prompt_token_ids
         context = trace.set_span_in_context(span)
         if span.is_recording():

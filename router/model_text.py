@@ -13,6 +13,7 @@ from router.stop_strings import StopPattern
 from router.structured_output import to_grammar
 from router.text_threads import TextThreads
 from router.tokenizer import Tokenizer
+from router.tokenizers import Tokenizers
 from router.validation import check_chat, check_num_token_ids, check_text, check_token_ids
 from rpc.errors import UnimplementedError
 
@@ -36,20 +37,24 @@ class ModelText:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizers: Tokenizers,
         model: ServedModel,
         *,
         num_threads: int,
         max_pending_prompts: int,
     ) -> None:
         """Prompts have `num_threads`; at most `max_pending_prompts` of them wait or are in hand."""
-        self._tokenizer = tokenizer
+        self._tokenizers = tokenizers
         self._model = model
         self._prompts = TextThreads(
             "prompt", num_threads=num_threads, max_pending=max_pending_prompts
         )
         self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
         """Apart, so that no number of questions, and no size, holds up a prompt."""
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._tokenizers.current
 
     def close(self) -> None:
         """Ends the threads."""

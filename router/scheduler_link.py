@@ -61,6 +61,12 @@ class LinkConfig:
 class LinkOwner(Protocol):
     """Who is told of a link. Called from the link's task; nothing may wait."""
 
+    async def prepare(self, model: SchedulerModel) -> None:
+        """Reads what it takes to serve a model, which is looked at next; raises MisfitError.
+
+        This alone may wait.
+        """
+
     def check_fit(self, link: "SchedulerLink", model: SchedulerModel) -> None:
         """Looks at a scheduler's model before it is used; raises MisfitError."""
 
@@ -103,6 +109,8 @@ class SchedulerLink:
         """The sequences that the scheduler works on, or will as soon as there is one."""
         self.room: int | None = None
         """Sequences that its queues will take, as far as is known; None: they need no counting."""
+        self.is_unloaded = False
+        """Whether what is submitted there waits until a model is loaded."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
@@ -230,7 +238,8 @@ class SchedulerLink:
                     raise QuireError("the first message is not a welcome")
                 asker.cancel()  # from now on there are beats
                 silence.heard()
-                tasks.append(asyncio.create_task(_write(call, self._meet(welcome))))
+                outbox = await self._meet(welcome)
+                tasks.append(asyncio.create_task(_write(call, outbox)))
                 while (news := await _read(call)) is not None:
                     silence.heard()
                     self._hear(news)
@@ -257,9 +266,10 @@ class SchedulerLink:
             self._owner.changed(self)
         limit.reschedule(asyncio.get_running_loop().time())
 
-    def _meet(self, welcome: Welcome) -> Outbox:
+    async def _meet(self, welcome: Welcome) -> Outbox:
         """Takes up the scheduler's model and submits every live request (again)."""
         try:
+            await self._owner.prepare(welcome.model)
             self._misfit = None
             self._owner.check_fit(self, welcome.model)
         except MisfitError as error:
@@ -275,7 +285,7 @@ class SchedulerLink:
             epoch=welcome.epoch,
             num_resubmitted=len(lives),
         )
-        self.room = None
+        self.room, self.is_unloaded = None, False
         outbox = self._outbox = Outbox()
         self.away_since = None
         for live in lives:
@@ -315,6 +325,8 @@ class SchedulerLink:
     def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
         if news.room is not None:
             self.room = news.room.num_seqs
+        if news.is_unloaded is not None:
+            self.is_unloaded = news.is_unloaded
         if news.max_model_len is not None and self.model is not None:
             self.model = replace(self.model, max_model_len=news.max_model_len)
             self._owner.model_changed()

@@ -20,11 +20,13 @@ class SchedulerModel:
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     adapters: tuple[LoraAdapter, ...] = ()
+    directory: str = ""
+    """Where it is, if its workers were told to load it; empty: it is that of the flags."""
 
     def __str__(self) -> str:
         """Names it as far as it is shown where two differ."""
         if not self.adapters:
-            return repr(self.id)
+            return f"{self.id!r} from {self.directory}" if self.directory else repr(self.id)
         names = ", ".join(f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
         return f"{self.id!r} with LoRA adapters {names}"
 
@@ -129,6 +131,8 @@ class StepNews:
     """Most tokens of prompt and output from now on; None: as before."""
     adapters: tuple[LoraAdapter, ...] | None = None
     """Those that requests may have from now on; None: as before."""
+    is_unloaded: bool | None = None
+    """Whether no worker has its model, so that requests wait; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
                     eos_token_ids=tuple(model.eos_token_ids),
                     structured_output=model.structured_output,
                     adapters=tuple(map(adapter_from_proto, model.adapters)),
+                    directory=model.directory,
                 ),
             )
         case _:
@@ -208,6 +209,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         endings=tuple(map(_ending_from_proto, message.finished)),
         room=_room_from_proto(message.room) if message.HasField("room") else None,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
+        is_unloaded=message.is_unloaded if message.HasField("is_unloaded") else None,
         adapters=(
             tuple(map(adapter_from_proto, message.adapters.adapters))
             if message.HasField("adapters")

@@ -25,6 +25,7 @@ from router.scheduler_choice import Candidate, choose, has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
 from router.scheduler_news import SchedulerModel
 from router.scheduler_questions import SchedulerQuestions
+from router.tokenizers import Tokenizers
 from router.validation import MAX_N
 from rpc.discovery import Discovery
 from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
@@ -54,16 +55,16 @@ class Schedulers:
     """Owns the links; places requests and finds them again. See also `SchedulerLink`."""
 
     def __init__(
-        self, discovery: Discovery, config: LinkConfig, *, num_token_ids: int, health: Health
+        self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
         """Connects once `run` runs; says in `health` whether there is a scheduler.
 
-        `num_token_ids` is what the router's tokenizer can produce: a model with a smaller
-        vocabulary is another than the tokenizer's, and is not served.
+        `tokenizers` is told which one is the model's. A model with a smaller vocabulary than its
+        tokenizer can produce is another than the tokenizer's, and is not served.
         """
         self._discovery = discovery
         self._config = config
-        self._num_token_ids = num_token_ids
+        self._tokenizers = tokenizers
         self._health = health
         self._links: list[SchedulerLink] = []
         self._sights: dict[SchedulerLink, _Sight] = {}
@@ -187,6 +188,13 @@ class Schedulers:
                 )
         return questions
 
+    @property
+    def targets(self) -> Sequence[str]:
+        """Where the schedulers are; raises UnavailableError if none is there."""
+        if not self._connected:
+            raise self.unavailable()
+        return [link.target for link in self._connected]
+
     async def load(self) -> Load:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
         if not self._connected:
@@ -268,6 +276,15 @@ class Schedulers:
 
     # --- for the links (LinkOwner) --------------------------------------------------------------
 
+    async def prepare(self, model: SchedulerModel) -> None:
+        """Reads the model's tokenizer."""
+        try:
+            await self._tokenizers.read(model.directory)
+        except (OSError, ValueError) as error:
+            raise MisfitError(
+                f"the model {model} has no tokenizer that this router can read: {error}"
+            ) from error
+
     def check_fit(self, link: SchedulerLink, model: SchedulerModel) -> None:
         """Checks that a scheduler's model is the tokenizer's, and that of the others."""
         others = [other for other in self._connected if other is not link]
@@ -276,9 +293,9 @@ class Schedulers:
             each.model for each in others if each.model and not model.can_stand_beside(each.model)
         ]
         misfit: str | None = None
-        if self._num_token_ids > model.vocab_size:
+        if (num_token_ids := self._tokenizers.num_token_ids(model.directory)) > model.vocab_size:
             misfit = (
-                f"the router's tokenizer has {self._num_token_ids} token ids, but the model"
+                f"the router's tokenizer has {num_token_ids} token ids, but the model"
                 f" {model.id!r} of the scheduler at {link.target} has a vocabulary of"
                 f" {model.vocab_size}: --model must name the directory of the model that is served"
             )
@@ -296,6 +313,7 @@ class Schedulers:
         if before is not None and not model.can_continue(before):
             for each in self._links:
                 self._fail_all(each, "the service now has another model")
+        self._tokenizers.use(model.directory)
         self._model = _together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
@@ -345,6 +363,7 @@ class Schedulers:
         if adapter is not None:  # if none has it, any refuses the request by name
             able = [each for each in links if each.model and adapter in each.model.adapters]
             links = able or links
+        links = [each for each in links if not each.is_unloaded] or links
         candidates = []
         for link in links:
             sight = self._sights.get(link, _Sight())

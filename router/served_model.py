@@ -16,8 +16,21 @@ class ServedModel:
     """Every method that takes a `name` accepts "" for the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
-        self.name = name
+        """`name` is what requests call the model of the flags."""
+        self._name = name
         self._schedulers = schedulers
+
+    @property
+    def name(self) -> str:
+        """What requests call it: as the flags say, or if it was loaded since, as the workers do."""
+        model = self._schedulers.model
+        return self._name if model is None or not model.directory else model.id
+
+    @property
+    def directory(self) -> str:
+        """Where it is, if it was loaded since the start; tells it from all others."""
+        model = self._schedulers.model
+        return "" if model is None else model.directory
 
     def check_name(self, name: str) -> None:
         """Raises `NotFoundError` unless it is the model's, or that of an adapter of it.

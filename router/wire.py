@@ -335,6 +335,7 @@ def load_from_proto(message: common_pb2.Load) -> Load:
         num_loaded_blocks=message.num_loaded_blocks,
         num_failed_disk_moves=message.num_failed_disk_moves,
         num_spilled_blocks=message.num_spilled_blocks,
+        num_unloaded_workers=message.num_unloaded_workers,
     )
 
 
@@ -372,4 +373,5 @@ def load_to_proto(load: Load) -> common_pb2.Load:
         num_loaded_blocks=load.num_loaded_blocks,
         num_failed_disk_moves=load.num_failed_disk_moves,
         num_spilled_blocks=load.num_spilled_blocks,
+        num_unloaded_workers=load.num_unloaded_workers,
     )

@@ -121,6 +121,13 @@ class Adapters:
         finally:
             self._tell()
 
+    def forget(self) -> None:
+        """Offer none: those that there are belong to a model that is served no more."""
+        self._held.clear()
+        self._leaving.clear()
+        self._unloaded.clear()
+        self._tell()
+
     def stop(self) -> None:
         """Give up what is under way; the sessions end."""
         self._finishing.stop()
@@ -161,7 +168,7 @@ class Adapters:
             if isinstance(end, UnavailableError | NotFoundError):
                 continue  # it is lost, and told when it is attached again; or has let it go
             if isinstance(end, BaseException):
-                raise _said_by(worker, end)
+                raise said_by(worker, end)
         log.info("adapter unloaded", name=adapter.name)
         return True
 
@@ -231,7 +238,7 @@ class Adapters:
         error: BaseException | None = None
         for worker, end in by_worker.items():
             if isinstance(end, BaseException):
-                error = error or _said_by(worker, end)
+                error = error or said_by(worker, end)
         if len({each.adapter for each in loaded.values()}) > 1:
             found = ", ".join(f"{each.adapter} at {worker}" for worker, each in loaded.items())
             error = error or FailedPreconditionError(f"directory {directory!r} differs: {found}")
@@ -282,7 +289,8 @@ async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> N
     )
 
 
-def _said_by(worker: str, error: BaseException) -> BaseException:
+def said_by(worker: str, error: BaseException) -> BaseException:
+    """Name the worker in what it has refused."""
     if isinstance(error, InvalidArgumentError):
         return InvalidArgumentError(error.field, f"{error.problem} (says worker {worker})")
     return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error

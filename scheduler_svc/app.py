@@ -19,6 +19,8 @@ from scheduler_svc.drainer import Drainer
 from scheduler_svc.engine import Engine
 from scheduler_svc.fleet import Fleet
 from scheduler_svc.kept_requests import KeptRequests
+from scheduler_svc.loading import Loading
+from scheduler_svc.loading_service import loading_service
 from scheduler_svc.membership import keep_engines
 from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
 from scheduler_svc.migrator import Migrator
@@ -35,8 +37,10 @@ from scheduler_svc.side_tasks import SideTasks
 from scheduler_svc.space_metrics import SpaceCollector
 from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans
-from scheduler_svc.worker_client import WorkerClientConfig, attach
+from scheduler_svc.worker_attach import attach
+from scheduler_svc.worker_client import WorkerClientConfig
 from scheduler_svc.worker_drain import drain_worker
+from scheduler_svc.worker_loading import WorkerLoading
 
 _MIB = 1024 * 1024
 
@@ -116,12 +120,15 @@ async def _run_scheduler(
             pace=Pace(settings.max_decode_slowdown, settings.max_prompt_step_s),
         )
 
-    registry.register(LoadCollector(roster.loads))
+    registry.register(LoadCollector(roster.loads, roster.unloaded))
     registry.register(SpaceCollector(roster.spaces))
     registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
     health.add_liveness("steps", fleet.describe_stall)
     queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
     resizer = Resizer(roster)
+    drainer = Drainer(fleet, migrator)
+    workers_loading = WorkerLoading(epoch, settings.client_tls)
+    loading = Loading(roster, drainer, workers_loading, on_stay=fleet.place_unplaced)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
     side_tasks = SideTasks(stop)
 
@@ -135,7 +142,7 @@ async def _run_scheduler(
         side_tasks.run(queue_room.run(), "room in the queues")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             side_tasks.run(migrator.rebalance(), "rebalancing")
-        side_tasks.run(Drainer(fleet, migrator).run(), "draining workers")
+        side_tasks.run(drainer.run(), "draining workers")
         if on_started is not None:
             await on_started(addresses)
 
@@ -144,7 +151,11 @@ async def _run_scheduler(
             await serve(
                 settings,
                 health=health,
-                services=[scheduler_service(servicer), adapter_service(fleet.adapters)],
+                services=[
+                    scheduler_service(servicer),
+                    adapter_service(fleet.adapters),
+                    loading_service(loading),
+                ],
                 on_started=start,
                 on_drain=fleet.drain,
                 num_live=lambda: fleet.num_live_seqs,
@@ -154,6 +165,7 @@ async def _run_scheduler(
         finally:
             migrator.stop()
             resizer.stop()
+            loading.stop()
             fleet.adapters.stop()
 
 

@@ -46,10 +46,14 @@ class ModelInfo:
     structured_output: bool = False
     """Whether outputs can be made to have a form."""
     adapters: tuple[LoraAdapter, ...] = ()
+    directory: str = ""
+    """Where it is, if the worker was told to load it; empty: it is that of the worker's flags."""
 
     def __str__(self) -> str:
         """Name it as far as workers may differ in it."""
         details = f"vocab_size {self.vocab_size}"
+        if self.directory:
+            details += f", from {self.directory}"
         if self.adapters:
             names = (f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
             details += f", LoRA adapters {', '.join(names)}"
@@ -92,6 +96,8 @@ class WorkerInfo:
     """Fewest that it can be resized to."""
     host_is_device_memory: bool = False
     """Whether its host blocks are in the memory that its device blocks are in."""
+    can_unload: bool = False
+    """Whether it can give its device back, and take it again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Empties workers that are about to end, so that their sequences lose nothing, or little.
+"""Empties workers that, or whose models, are about to go, so that sequences lose little or nothing.
 
 Each live request is moved with its KV to another worker. What cannot be moved (a worker has no host
 memory for KV, or not enough) stays until the others are gone, and then goes on elsewhere as after a
@@ -6,6 +6,7 @@ loss: it computes its tokens again.
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Final
 
@@ -40,16 +41,23 @@ class Drainer:
                     tasks.create_task(self._empty(engine, engine.session))
 
     async def _empty(self, engine: Engine, session: Session) -> None:
+        with contextlib.suppress(UnavailableError):  # it did not wait
+            await self.move_away(engine, session)
+            await session.let_go()
+            log.info("worker is let go", worker=engine.target)
+
+    async def move_away(self, engine: Engine, session: Session) -> None:
+        """Move what can be moved of a worker, of which nothing new is placed any more.
+
+        Raises:
+            UnavailableError: It is lost.
+        """
         started = time.perf_counter()
-        try:
-            lives = session.call(lambda core: core.find_requests())
-        except UnavailableError:
-            return  # it did not wait
+        lives = session.call(lambda core: core.find_requests())
         room = asyncio.Semaphore(_MAX_MOVES)
         are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
-        await session.let_go()
         log.info(
-            "worker is let go",
+            "a worker is emptied",
             worker=engine.target,
             num_requests=len(lives),
             num_moved=sum(are_moved),

@@ -16,6 +16,7 @@ from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.session import Session
 from scheduler_svc.step_pacer import Pace
 from scheduler_svc.telemetry import SequenceSpans
+from scheduler_svc.worker_attach import WorkerUnloadedError
 from scheduler_svc.worker_client import WorkerLink
 
 _FIRST_BACKOFF_S = 0.1
@@ -24,7 +25,7 @@ _MAX_BACKOFF_S = 0.5
 log = structlog.get_logger()
 
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
-"""Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_client.attach`."""
+"""Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_attach.attach`."""
 
 OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
 """Makes the core for a worker, which plans for it until the `with` ends."""
@@ -82,6 +83,11 @@ class Engine:
         """What takes commands; None: no worker is attached."""
         self.loss: str | None = "not attached yet"
         """Why no worker is attached; None: one is."""
+        self.is_unloaded = False
+        """Whether that is because its model is unloaded, or on its way back."""
+        self.was_unloaded = False
+        """Whether it has been since it was attached last: it may come with another model."""
+        self._news = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
         self._owner = owner
@@ -105,10 +111,17 @@ class Engine:
             except UnavailableError as error:
                 has_progressed = False
                 self._note_loss(error)
+                self._news.set()
             # A worker that is lost before it has done a step may be lost again at once.
             backoff_s = _FIRST_BACKOFF_S if has_progressed else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is true of the engine; looked at when it has attached, or tried."""
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
 
     async def _attach_and_work(self) -> bool:
         """Attach the worker, and work until it is lost.
@@ -120,7 +133,13 @@ class Engine:
             UnavailableError: It cannot be attached.
         """
         wake = asyncio.Event()
-        link = await self._attach(wake, self._last_step_id)
+        try:
+            link = await self._attach(wake, self._last_step_id)
+        except UnavailableError as error:
+            self.is_unloaded = isinstance(error, WorkerUnloadedError)
+            self.was_unloaded |= self.is_unloaded
+            raise
+        self.is_unloaded = False
         try:
             self._owner.accept(self, link.info)
             await self._owner.settle(self, link)
@@ -167,6 +186,8 @@ class Engine:
         )
         self.session = session
         self.loss = None
+        self.was_unloaded = False
+        self._news.set()
         self._owner.attached(self)
 
     def _end(self, session: Session, why: UnavailableError) -> None:

@@ -27,6 +27,7 @@ from scheduler_svc.placement import Placer
 from scheduler_svc.request_ends import end_with_error, num_live_seqs
 from scheduler_svc.roster import Roster
 from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.served_model import ServedModel
 from scheduler_svc.session import Session
 from scheduler_svc.telemetry import SequenceSpans
 from scheduler_svc.unplaced_requests import UnplacedRequests
@@ -71,7 +72,7 @@ class Fleet:
             self.roster, is_used=self._adapter_use.is_used, on_change=streams.tell_adapters
         )
         """The LoRA adapters that the workers hold."""
-        self._model: ModelInfo | None = None
+        self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
@@ -190,7 +191,7 @@ class Fleet:
         self.roster.remove(engine)
         self._awaited.discard(engine)
         self._show_health()
-        self._place_unplaced()  # what waited for this one alone
+        self.place_unplaced()  # what waited for this one alone
 
     def note_failure(self) -> None:
         """Learn that an engine has failed, whose session answers no step any more."""
@@ -230,18 +231,14 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """Check that a worker has the model that the routers were told of."""
-        model = replace(info.model, max_model_len=0, adapters=())  # these alone may differ
-        if self._model is None:
-            self._model = model
-        if model != self._model:
-            raise UnavailableError(
-                f"worker {engine.target} holds {model}; this scheduler serves {self._model}"
-            )
+        """Check that a worker has the model that the routers were told of, or tell them anew."""
+        if self._served.accept(engine, info):
+            self._begin_anew(f"the service now has another model, {info.model.id!r}")
 
     async def settle(self, engine: Engine, link: WorkerLink) -> None:
         """Have the worker hold the adapters that the others hold, and they its."""
         await self.adapters.settle(engine.target, link, link.info.model.adapters)
+        self.accept(engine, link.info)  # another may have come meanwhile, with another model
 
     def attached(self, engine: Engine) -> None:
         """Place what waited for a worker."""
@@ -250,15 +247,16 @@ class Fleet:
         self._attached.set()
         self._awaited.discard(engine)
         self._show_health()
-        self._place_unplaced()
+        self.place_unplaced()
 
     def _await_no_more(self) -> None:
         """Place what waited for workers that do not come."""
         self._is_reunion = False
         self._awaited.clear()
-        self._place_unplaced()
+        self.place_unplaced()
 
-    def _place_unplaced(self) -> None:
+    def place_unplaced(self) -> None:
+        """Place what waited for a worker that takes requests, now that one does."""
         for command in self._unplaced.take_all():
             try:
                 check_adapter(command.request, self.adapters.held)
@@ -322,6 +320,14 @@ class Fleet:
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[choice.index].post(command, choice.num_tokens)
 
+    def _begin_anew(self, why: str) -> None:
+        """End what was asked of another model, and let the routers ask what this one is."""
+        for command in self._unplaced.take_all():
+            self._end_with_error(command.request, why)
+        self._streams.kept.forget_all()
+        self.adapters.forget()
+        self._streams.end_all(UnavailableError(why))
+
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request
         error = (
@@ -331,6 +337,9 @@ class Fleet:
         log.error(
             "a request is given up", request_id=request.request_id, num_losses=command.num_losses
         )
+        self._end_with_error(request, error)
+
+    def _end_with_error(self, request: Request, error: str) -> None:
         finished = end_with_error(request, error)
         for item in finished:
             self._spans.finished(item)

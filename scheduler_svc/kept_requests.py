@@ -235,6 +235,12 @@ class KeptRequests:
             self._num_bytes -= kept.num_bytes
             yield from self._drop(kept)
 
+    def forget_all(self) -> None:
+        """Forget every request: the tokens of a model that is served no more are no text."""
+        for kept in list(self._requests.values()):
+            self._forget(kept)
+        self._num_bytes = 0
+
     # --- parts ----------------------------------------------------------------------------------
 
     def _read(self, source_id: SourceId) -> None:

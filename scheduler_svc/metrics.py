@@ -4,7 +4,7 @@ What a core counts anyway is read when the metrics are asked for; a step itself 
 histogram observations, whatever the number of sequences.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -114,9 +114,14 @@ class SchedulerMetrics:
 class LoadCollector(Collector):
     """Reads the loads of the attached workers at each scrape."""
 
-    def __init__(self, loads: Callable[[], Mapping[str, SchedulerLoad | None]]) -> None:
-        """`loads` gives each worker's load; None: not attached."""
+    def __init__(
+        self,
+        loads: Callable[[], Mapping[str, SchedulerLoad | None]],
+        unloaded: Callable[[], Collection[str]],
+    ) -> None:
+        """`loads` gives each worker's load; None: not attached, as those without a model are."""
         self._loads = loads
+        self._unloaded = unloaded
 
     def collect(self) -> Iterable[Metric]:
         """Yield one family for each metric, with a sample for each worker."""
@@ -127,6 +132,15 @@ class LoadCollector(Collector):
         for worker, load in loads.items():
             attached.add_metric([worker], 1.0 if load is not None else 0.0)
         yield attached
+        unloaded = GaugeMetricFamily(
+            "quire_worker_model_unloaded",
+            "1 if the worker is not attached because its model is unloaded, else 0.",
+            labels=["worker"],
+        )
+        without_model = self._unloaded()
+        for worker in loads:
+            unloaded.add_metric([worker], 1.0 if worker in without_model else 0.0)
+        yield unloaded
         for name, help_text, gauge in _GAUGES:
             yield _fill(GaugeMetricFamily(name, help_text, labels=["worker"]), loads, gauge)
         for name, help_text, counter in _COUNTERS:

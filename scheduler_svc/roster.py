@@ -41,6 +41,32 @@ class Roster:
         known = ", ".join(engine.target for engine in self._engines)
         raise NotFoundError(f"worker {worker!r} is not one of this scheduler's: {known}")
 
+    def chosen(self, worker: str) -> tuple[Engine, ...]:
+        """Return the engine of `worker`, or all of them if that is empty.
+
+        Raises:
+            NotFoundError: There is no such worker.
+            UnavailableError: There is none at all.
+        """
+        if worker:
+            return (self.engine(worker),)
+        if not self._engines:
+            raise UnavailableError("no worker is found")
+        return self._engines
+
+    def unloaded(self, worker: str = "") -> tuple[str, ...]:
+        """Return which workers have no model, of `worker`, or of all if that is empty."""
+        return tuple(
+            engine.target
+            for engine in self._engines
+            if engine.is_unloaded and worker in ("", engine.target)
+        )
+
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether nobody can run anything, because models are unloaded."""
+        return not self.sessions and bool(self.unloaded())
+
     @property
     def sessions(self) -> dict[str, Session]:
         """Those of the workers that are attached, by worker."""

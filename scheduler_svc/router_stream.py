@@ -32,6 +32,7 @@ class RouterStream:
         self.router_id = router_id
         self._max_backlog_bytes = max_backlog_bytes
         self._max_model_len = max_model_len
+        self._is_unloaded = False
         self._live_seq_keys: set[SeqKey] = set()
         self._replies: deque[scheduler_pb2.ConnectResponse] = deque()
         self._outputs: list[scheduler_pb2.StepOutput] = []
@@ -39,6 +40,11 @@ class RouterStream:
         self._ended = False
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._ended
 
     @property
     def live_seq_keys(self) -> frozenset[SeqKey]:
@@ -74,6 +80,12 @@ class RouterStream:
         if max_model_len != self._max_model_len:
             self._max_model_len = max_model_len
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
+
+    def tell_unloaded(self, *, is_unloaded: bool) -> None:
+        """Send whether no worker has its model, if that is not as before."""
+        if is_unloaded != self._is_unloaded:
+            self._is_unloaded = is_unloaded
+            self.deliver(scheduler_pb2.StepOutput(is_unloaded=is_unloaded))
 
     def beat(self) -> None:
         """Send that there is no news, unless something is to be sent anyway."""

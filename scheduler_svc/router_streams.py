@@ -73,6 +73,11 @@ class RouterStreams:
         for stream in self._streams.values():
             stream.tell_max_model_len(max_model_len)
 
+    def tell_unloaded(self, *, is_unloaded: bool) -> None:
+        """Tell each router whether no worker has its model, unless it knows."""
+        for stream in self._streams.values():
+            stream.tell_unloaded(is_unloaded=is_unloaded)
+
     def tell_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
         """Tell each router which LoRA adapters requests may have from now on."""
         for stream in self._streams.values():

@@ -22,7 +22,11 @@ from scheduler_svc.request_ends import live_seq_keys
 from scheduler_svc.resizer import Resizer
 from scheduler_svc.router_stream import RouterStream
 from scheduler_svc.router_streams import RouterStreams
-from scheduler_svc.wire.activity import activity_query_from_proto, activity_to_proto
+from scheduler_svc.wire.activity import (
+    activity_query_from_proto,
+    activity_to_proto,
+    unloaded_to_proto,
+)
 from scheduler_svc.wire.kv import description_to_proto, query_from_proto
 from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
 from scheduler_svc.wire.router import (
@@ -77,6 +81,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(BEAT_S)
             if (model := self._fleet.model_now()) is not None:
                 self._streams.tell_max_model_len(model.max_model_len)
+            self._streams.tell_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
             self._streams.beat()
 
     # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
@@ -112,7 +117,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         roster = self._fleet.roster
         loads = [load for load in roster.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
-            load=load_to_proto(loads, self._fleet.num_unplaced_seqs, roster.spaces().values())
+            load=load_to_proto(
+                loads,
+                self._fleet.num_unplaced_seqs,
+                roster.spaces().values(),
+                num_unloaded_workers=len(roster.unloaded()),
+            )
         )
 
     async def Defragment(  # noqa: N802
@@ -145,12 +155,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.DescribeSchedulerActivityResponse:
         """Say what each worker is doing."""
         query = activity_query_from_proto(request.query)
-        sessions = self._fleet.roster.attached(request.query.worker)
+        roster, wanted = self._fleet.roster, request.query.worker
+        unloaded = roster.unloaded(wanted)
+        sessions = roster.attached(wanted) if not (wanted and unloaded) else {}
+        told = [
+            activity_to_proto(worker, it.steps.log, it.load(), it.space(), query)
+            for worker, it in sessions.items()
+        ]
         return scheduler_pb2.DescribeSchedulerActivityResponse(
-            workers=[
-                activity_to_proto(worker, it.steps.log, it.load(), it.space(), query)
-                for worker, it in sessions.items()
-            ]
+            workers=[*told, *map(unloaded_to_proto, unloaded)]
         )
 
     async def Migrate(  # noqa: N802
@@ -192,6 +205,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Hand on what the router wants, until it says no more; that ends its stream."""
         try:
             async for message in requests:
+                if stream.has_ended:  # it may be about another model than is served now
+                    return
                 self._obey(message, stream, model)
         except Exception as error:  # noqa: BLE001 - the handler raises it: it is logged there
             stream.end(error)

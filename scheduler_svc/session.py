@@ -93,6 +93,7 @@ class Session:
         self._memory_watch = MemoryWatch(link.info.worker_id, core)
         self._losses = Losses()
         self._news = RequestNews(streams, spans, metrics, self._losses)
+        self._is_leaving = False
         self._is_handing_over = False
         self._settled = asyncio.Event()
         self._has_ended = False
@@ -250,8 +251,18 @@ class Session:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker is about to end: nothing new is for it."""
-        return self._link.draining.done()
+        """Whether the worker, or its model, is about to go: nothing new is for it."""
+        return self._is_leaving or self._link.draining.done()
+
+    def leave(self) -> None:
+        """Let nothing new come here: the model is about to go."""
+        self._is_leaving = True
+
+    def stay(self) -> None:
+        """Go on as before `leave`, and `hand_over`: the model stays."""
+        self._is_leaving = self._is_handing_over = False
+        self._settled.clear()
+        self._wake.set()
 
     async def wait_draining(self) -> None:
         """Return when the worker says that it is about to end."""

@@ -1,4 +1,4 @@
-"""The link to one worker: attach, send steps, take results, notice when it is lost."""
+"""The link to one worker: send steps, take results, notice when it is lost."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,7 @@ import grpc.aio
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc import timeline
-from rpc.channel import open_channel
-from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
+from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.packing import pack_int32
 from rpc.silence import BEAT_S, TICK_S, Silence
 from rpc.status import calling
@@ -21,17 +20,14 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
 from scheduler_svc.wire.adapters import adapter_from_proto
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.memory_level import memory_level_from_proto
 from scheduler_svc.wire.worker import (
     WorkerResult,
     plan_to_proto,
     result_from_proto,
 )
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from scheduler_svc.worker_ledger import WorkerLedger
 
-_ATTACH_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 300.0
 """Of an adapter, from a slow disk."""
 
@@ -82,7 +78,7 @@ class WorkerLink:
         wake: asyncio.Event,
         step_id_base: int,
     ) -> None:
-        """Open the Execute stream on `channel`, which the link then owns. See `attach`."""
+        """Open the Execute stream on `channel`, which the link then owns. See `worker_attach`."""
         self.info = info
         self.holdings = holdings
         """What the worker held when it was attached."""
@@ -279,7 +275,7 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             # Even if it says that our epoch is stale: a worker that restarted since it was attached
             # may say so too. Attaching again tells.
-            self._lose(_unavailable(error))
+            self._lose(unavailable(error))
         finally:
             self._lose(UnavailableError("it ended the Execute stream"))
 
@@ -336,61 +332,6 @@ class WorkerLink:
             self._wake.set()
 
 
-async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: int) -> WorkerLink:
-    """Claim the worker and open its Execute stream.
-
-    Args:
-        config: The worker and our epoch.
-        wake: Set whenever the link has something to tell.
-        step_id_base: Added to the step ids of the plans, which start anew with each attachment; on
-            the wire they must grow as long as the epoch lasts.
-
-    Raises:
-        StaleEpochError: A newer scheduler has the worker.
-        UnavailableError: It cannot be reached, is not ready, or describes itself wrongly.
-    """
-    channel = open_channel(config.target, config.max_message_mb, config.tls)
-    try:
-        info = await _claim(channel, config)
-        holdings = await _read_holdings(channel, config, info)
-    except BaseException:
-        await channel.close(None)
-        raise
-    return WorkerLink(config, channel, info, holdings, wake, step_id_base)
-
-
-async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> WorkerInfo:
-    try:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
-        response = await stub.Attach(
-            worker_pb2.AttachRequest(epoch=config.epoch, scheduler_id=config.scheduler_id),
-            timeout=_ATTACH_TIMEOUT_S,
-        )
-        return worker_info_from_proto(response.worker)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            raise StaleEpochError(error.details() or "the worker has a newer scheduler") from error
-        raise _unavailable(error) from error
-    except InvalidArgumentError as error:
-        raise UnavailableError(f"it describes itself wrongly: {error}") from error
-
-
-async def _read_holdings(
-    channel: grpc.aio.Channel, config: WorkerClientConfig, info: WorkerInfo
-) -> Holdings:
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
-    call = stub.ReadHoldings(
-        worker_pb2.ReadHoldingsRequest(epoch=config.epoch), timeout=_ATTACH_TIMEOUT_S
-    )
-    try:
-        holdings = holdings_from_proto([part async for part in call])
-        check_holdings(holdings, info)
-    except grpc.aio.AioRpcError as error:
-        raise _unavailable(error) from error
-    except InvalidArgumentError as error:
-        raise UnavailableError(f"it says wrongly what it holds: {error}") from error
-    return holdings
-
-
-def _unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
+def unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
+    """Say why a call of a worker did not go through."""
     return UnavailableError(f"{error.code().name}: {explain(error.details() or '')}")

@@ -68,7 +68,7 @@ def _of_scheduler() -> list[Row]:
         if isinstance(collector, MetricWrapperBase)
     ]
     collectors: list[Collector] = [
-        LoadCollector(dict),
+        LoadCollector(dict, tuple),
         SpaceCollector(dict),
         QueueCollector(Counter, dict),
     ]

@@ -76,6 +76,11 @@ def register_attention(function: Any) -> str:
     return name
 
 
+def forget_attention(name: str) -> None:
+    """Let go of an attention, and so of the model that it is a method of."""
+    AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001 - it has no method for that
+
+
 def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions:
     """The options among what a model passes to attention by name."""
     scale, sinks = given.get("scaling"), given.get("s_aux")

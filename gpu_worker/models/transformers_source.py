@@ -1,6 +1,7 @@
 """Finds out whether a decoder of `transformers` can be served, and lets it be loaded."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from gpu_worker.model_config import ModelConfig, read_architecture, read_dtype, 
 from gpu_worker.models.attention_calls import (
     AttentionCall,
     batch_dependent_ropes,
+    forget_attention,
     record_calls,
     register_attention,
 )
@@ -80,7 +82,7 @@ class TransformersSource:
                 self._directory,
                 config=self._hf_config,
                 dtype=dtype,
-                attn_implementation=register_attention(model.attend),
+                attn_implementation=_register_weakly(model),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -95,6 +97,20 @@ class TransformersSource:
         model.use(causal.to(device).eval())
         progress(1.0)
         return model
+
+
+def _register_weakly(model: TransformersModel) -> str:
+    """Register the attention of a model for as long as there is the model."""
+    method = weakref.WeakMethod(model.attend)
+
+    def attend(*args: Any, **options: Any) -> Any:
+        bound = method()
+        assert bound is not None, "the model runs"
+        return bound(*args, **options)
+
+    name = register_attention(attend)
+    weakref.finalize(model, forget_attention, name).atexit = False
+    return name
 
 
 def _refuse_config(config: PreTrainedConfig) -> None:

@@ -58,6 +58,11 @@ class WeightMemory:
         assert taken is not None, "a new region has room for what it is made for"
         return taken.view(weight.dtype).view(weight.shape).copy_(weight)
 
+    def begin_region(self) -> None:
+        """Let go of the last region: it is free with what it holds, which will be gone."""
+        with self._lock:
+            self._region = None
+
 
 WEIGHT_MEMORY: Final = WeightMemory()
 """One for the process, so that small weights share pages."""

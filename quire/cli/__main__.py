@@ -17,6 +17,8 @@ COMMANDS: Final = {
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
     "resize": "give a worker's KV pool another size",
+    "unload": "have a worker give its device back, without ending it",
+    "load": "have it load its model again, or another one",
     "lora": "list LoRA adapters, load one more, or unload one",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",

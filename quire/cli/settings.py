@@ -180,6 +180,37 @@ class ResizeSettings(LinkSettings):
         return self
 
 
+class UnloadSettings(LinkSettings):
+    """Have a worker give its device back: weights, KV and adapters go, and the process stays.
+
+    What runs there goes on at other workers of the model, or waits with the tokens that it has.
+    `quire load` brings the model back, or another one in its place.
+    """
+
+    worker: CliPositionalArg[str] = ""
+    """The worker's target, as `quire top` shows it; empty: all of the scheduler's."""
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+
+class LoadSettings(LinkSettings):
+    """Have a worker that was unloaded load its model, and show how far it is.
+
+    With --model it is another one, with which the worker is used if no other worker serves the one
+    before. Requests call it by its directory's name. What still waits for the one before then ends.
+    """
+
+    worker: CliPositionalArg[str] = ""
+    """The worker's target, as `quire top` shows it; empty: all of the scheduler's."""
+    model: Path | None = None
+    """Hugging Face directory, of the same absolute path at workers and routers; default: the one
+    that was there."""
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+
 class LoraSettings(LinkSettings):
     """List the LoRA adapters of a service that works; load one more, or unload one.
 

@@ -109,6 +109,10 @@ def describe_load(load: Load) -> str:
         f" {num_used} used, {load.num_cached_blocks} cached, {load.num_free_blocks} free;"
         f" {load.num_workers} worker{'' if load.num_workers == 1 else 's'}"
     )
+    if load.num_unloaded_workers:
+        sequences += f", {load.num_unloaded_workers} unloaded"
+        if not load.num_workers and load.num_requests_waiting:
+            sequences += f", for which the {load.num_requests_waiting} wait"
     device = (
         f"device blocks: {_share(num_used, load.num_blocks)} used, of whose token slots"
         f" {_share(load.num_slots_written, load.num_slots_held)} hold a token;"

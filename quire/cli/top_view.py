@@ -176,12 +176,16 @@ def _workers(now: Snapshot, rates: Mapping[str, Rates]) -> RenderableType:
 
 def _worker_name(it: WorkerActivity) -> Text:
     name = Text(_shorten(it.worker))
+    if it.is_unloaded:
+        name.append(" unloaded", style="yellow")
     if it.memory_level is not MemoryLevel.OK:
         name.append(f" memory {it.memory_level.value}", style="red")
     return name
 
 
 def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: Rates | None) -> list[str]:
+    if it.is_unloaded:
+        return []
     device = None if kv is None else device_of(kv)
     held = "-" if device is None else _share(device.num_held + device.num_shared, device.num_blocks)
     durations = sorted(step.execute_s for step in it.steps)

@@ -150,7 +150,7 @@ class OutputError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., retryable: bool = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("id", "max_model_len", "vocab_size", "eos_token_ids", "structured_output", "adapters", "parent")
+    __slots__ = ("id", "max_model_len", "vocab_size", "eos_token_ids", "structured_output", "adapters", "parent", "directory")
     ID_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class ModelInfo(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     id: str
     max_model_len: int
     vocab_size: int
@@ -165,10 +166,11 @@ class ModelInfo(_message.Message):
     structured_output: bool
     adapters: _containers.RepeatedCompositeFieldContainer[LoraAdapter]
     parent: str
-    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., structured_output: bool = ..., adapters: _Optional[_Iterable[_Union[LoraAdapter, _Mapping]]] = ..., parent: _Optional[str] = ...) -> None: ...
+    directory: str
+    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., structured_output: bool = ..., adapters: _Optional[_Iterable[_Union[LoraAdapter, _Mapping]]] = ..., parent: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "max_num_seqs", "num_blocks", "num_free_blocks", "num_cached_blocks", "block_size", "num_workers", "num_requests_swapped", "num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_demoted_blocks", "num_promoted_blocks", "num_pinned_blocks", "num_moved_blocks", "num_prefix_cache_queries", "num_prefix_cache_hits", "fragmentation", "host_fragmentation", "num_slots_held", "num_slots_written", "num_disk_blocks", "num_free_disk_blocks", "num_cached_disk_blocks", "num_stored_blocks", "num_loaded_blocks", "num_failed_disk_moves", "num_spilled_blocks")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "max_num_seqs", "num_blocks", "num_free_blocks", "num_cached_blocks", "block_size", "num_workers", "num_requests_swapped", "num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_demoted_blocks", "num_promoted_blocks", "num_pinned_blocks", "num_moved_blocks", "num_prefix_cache_queries", "num_prefix_cache_hits", "fragmentation", "host_fragmentation", "num_slots_held", "num_slots_written", "num_disk_blocks", "num_free_disk_blocks", "num_cached_disk_blocks", "num_stored_blocks", "num_loaded_blocks", "num_failed_disk_moves", "num_spilled_blocks", "num_unloaded_workers")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +202,7 @@ class Load(_message.Message):
     NUM_LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_DISK_MOVES_FIELD_NUMBER: _ClassVar[int]
     NUM_SPILLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNLOADED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     max_num_seqs: int
@@ -231,7 +234,8 @@ class Load(_message.Message):
     num_loaded_blocks: int
     num_failed_disk_moves: int
     num_spilled_blocks: int
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_requests_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_promoted_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_moved_blocks: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., fragmentation: _Optional[float] = ..., host_fragmentation: _Optional[float] = ..., num_slots_held: _Optional[int] = ..., num_slots_written: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_free_disk_blocks: _Optional[int] = ..., num_cached_disk_blocks: _Optional[int] = ..., num_stored_blocks: _Optional[int] = ..., num_loaded_blocks: _Optional[int] = ..., num_failed_disk_moves: _Optional[int] = ..., num_spilled_blocks: _Optional[int] = ...) -> None: ...
+    num_unloaded_workers: int
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_requests_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_promoted_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_moved_blocks: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., fragmentation: _Optional[float] = ..., host_fragmentation: _Optional[float] = ..., num_slots_held: _Optional[int] = ..., num_slots_written: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., num_free_disk_blocks: _Optional[int] = ..., num_cached_disk_blocks: _Optional[int] = ..., num_stored_blocks: _Optional[int] = ..., num_loaded_blocks: _Optional[int] = ..., num_failed_disk_moves: _Optional[int] = ..., num_spilled_blocks: _Optional[int] = ..., num_unloaded_workers: _Optional[int] = ...) -> None: ...
 
 class ActivityQuery(_message.Message):
     __slots__ = ("worker", "max_steps", "after_step_id")
@@ -244,7 +248,7 @@ class ActivityQuery(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., max_steps: _Optional[int] = ..., after_step_id: _Optional[int] = ...) -> None: ...
 
 class WorkerActivity(_message.Message):
-    __slots__ = ("worker", "attached_at_s", "load", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "busy_s", "steps", "memory_level")
+    __slots__ = ("worker", "attached_at_s", "load", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "busy_s", "steps", "memory_level", "is_unloaded")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_AT_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +259,7 @@ class WorkerActivity(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     worker: str
     attached_at_s: float
     load: Load
@@ -265,7 +270,8 @@ class WorkerActivity(_message.Message):
     busy_s: float
     steps: _containers.RepeatedCompositeFieldContainer[StepRecord]
     memory_level: MemoryLevel
-    def __init__(self, worker: _Optional[str] = ..., attached_at_s: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., busy_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., memory_level: _Optional[_Union[MemoryLevel, str]] = ...) -> None: ...
+    is_unloaded: bool
+    def __init__(self, worker: _Optional[str] = ..., attached_at_s: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., busy_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., memory_level: _Optional[_Union[MemoryLevel, str]] = ..., is_unloaded: bool = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step_id", "answered_at_s", "execute_s", "rpc_s", "num_prefill_tokens", "num_decode_tokens", "num_running", "num_waiting", "num_preemptions", "num_swapped_out_blocks", "num_swapped_in_blocks")

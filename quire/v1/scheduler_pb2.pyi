@@ -137,7 +137,7 @@ class Refused(_message.Message):
     def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room", "max_model_len", "adapters")
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room", "max_model_len", "adapters", "is_unloaded")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,7 @@ class StepOutput(_message.Message):
     ROOM_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_keys: bytes
     token_ids: bytes
@@ -160,7 +161,8 @@ class StepOutput(_message.Message):
     room: QueueRoom
     max_model_len: int
     adapters: ServedAdapters
-    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ..., max_model_len: _Optional[int] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ...) -> None: ...
+    is_unloaded: bool
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ..., max_model_len: _Optional[int] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ..., is_unloaded: bool = ...) -> None: ...
 
 class ServedAdapters(_message.Message):
     __slots__ = ("adapters",)

@@ -36,10 +36,12 @@ class AttachRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "is_unloaded")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+    is_unloaded: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., is_unloaded: bool = ...) -> None: ...
 
 class ReadHoldingsRequest(_message.Message):
     __slots__ = ("epoch",)
@@ -98,7 +100,7 @@ class HeldPins(_message.Message):
     def __init__(self, labels: _Optional[bytes] = ..., left_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +122,7 @@ class WorkerInfo(_message.Message):
     MIN_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SATURATING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_IS_DEVICE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CAN_UNLOAD_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -141,7 +144,8 @@ class WorkerInfo(_message.Message):
     min_num_blocks: int
     num_saturating_tokens: int
     host_is_device_memory: bool
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ...) -> None: ...
+    can_unload: bool
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels", "pinned_labels", "pinned_s")
@@ -308,20 +312,22 @@ class DescribeDeviceRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_USED_FIELD_NUMBER: _ClassVar[int]
     HAS_SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
     step_id: int
     num_rows_used: int
     has_scheduler: bool
     memory_level: _common_pb2.MemoryLevel
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ...) -> None: ...
+    is_unloaded: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")

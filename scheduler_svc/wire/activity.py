@@ -59,6 +59,11 @@ def activity_to_proto(
     )
 
 
+def unloaded_to_proto(worker: str) -> common_pb2.WorkerActivity:
+    """Say that a worker has no model."""
+    return common_pb2.WorkerActivity(worker=worker, is_unloaded=True)
+
+
 def _step_to_proto(it: StepRecord) -> common_pb2.StepRecord:
     return common_pb2.StepRecord(
         step_id=it.step_id,

@@ -153,6 +153,7 @@ def welcome_to_proto(
                 eos_token_ids=model.eos_token_ids,
                 structured_output=model.structured_output,
                 adapters=map(adapter_to_proto, model.adapters),
+                directory=model.directory,
             ),
         )
     )
@@ -253,6 +254,8 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
             merged.max_model_len = output.max_model_len
         if output.HasField("adapters"):
             merged.adapters.CopyFrom(output.adapters)
+        if output.HasField("is_unloaded"):
+            merged.is_unloaded = output.is_unloaded
         for item in output.logprobs:
             merged.logprobs.add(index=num_tokens + item.index, logprob=item.logprob)
         num_tokens += len(output.token_ids) // 4
@@ -346,7 +349,10 @@ def _by_source(
 
 
 def load_to_proto(
-    loads: Sequence[SchedulerLoad], num_unplaced_seqs: int, spaces: Collection[SpaceReport]
+    loads: Sequence[SchedulerLoad],
+    num_unplaced_seqs: int,
+    spaces: Collection[SpaceReport],
+    num_unloaded_workers: int = 0,
 ) -> common_pb2.Load:
     """Add up the loads of the attached workers, and what waits for one to be attached.
 
@@ -354,6 +360,7 @@ def load_to_proto(
         loads: One for each worker that is attached.
         num_unplaced_seqs: Sequences that wait for a worker to be attached.
         spaces: As `loads`.
+        num_unloaded_workers: Workers that have no model.
     """
     return common_pb2.Load(
         num_requests_running=sum(load.num_running for load in loads),
@@ -387,6 +394,7 @@ def load_to_proto(
         num_loaded_blocks=sum(load.num_loaded_blocks for load in loads),
         num_failed_disk_moves=sum(load.num_failed_disk_moves for load in loads),
         num_spilled_blocks=sum(load.num_spilled_blocks for load in loads),
+        num_unloaded_workers=num_unloaded_workers,
     )
 
 

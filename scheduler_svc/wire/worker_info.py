@@ -33,6 +33,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
                 adapter_from_proto(adapter, "worker.model.adapters")
                 for adapter in message.model.adapters
             ),
+            directory=message.model.directory,
         ),
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
@@ -52,6 +53,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
         min_num_blocks=message.min_num_blocks or 1,
         host_is_device_memory=message.host_is_device_memory,
+        can_unload=message.can_unload,
     )
     _check_ranges(info)
     _check_together(info)

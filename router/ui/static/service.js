@@ -26,8 +26,8 @@ export async function showService() {
   showLoad(await get("ui/api/load"));
   const note = byId("map-note");
   try {
-    await showWorkers();
-    note.hidden = true;
+    note.textContent = await showWorkers();
+    note.hidden = !note.textContent;
   } catch (error) {
     // Tenants may not see others' blocks, but everything else.
     if (!(error instanceof ApiError) || error.status !== 403) throw error;
@@ -36,12 +36,17 @@ export async function showService() {
   }
 }
 
+/** Gives what there is to note. */
 async function showWorkers() {
   const { workers } = await get("ui/api/activity", { max_steps: 0 });
   const chosen = chooseWorker(workers.map((each) => each.worker));
-  if (!chosen) return;
+  if (!chosen) return "";
+  if (workers.find((each) => each.worker === chosen).is_unloaded) {
+    return "unloaded: this worker's model has left its device, and what is shown is of before";
+  }
   await Promise.all([showActivity(chosen), showKv(chosen)]);
   refreshTooltip();
+  return "";
 }
 
 /** Offers the workers; gives the one that is chosen, if there is any. */

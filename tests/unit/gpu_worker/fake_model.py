@@ -40,6 +40,9 @@ class FakePool:
         self.block_size = block_size
         self.num_blocks = num_blocks
 
+    def close(self):
+        pass
+
     def resize(self, num_blocks):
         self.slots[num_blocks:] = -1
         self.num_blocks = num_blocks

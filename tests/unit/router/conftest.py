@@ -15,6 +15,7 @@ from router.inference import Inference
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
+from router.tokenizers import Tokenizers
 from rpc.discovery import Discovery
 from rpc.health import Health
 
@@ -58,15 +59,15 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
     health = Health()
     ready = asyncio.Event()
     health.on_change(lambda: ready.set() if health.ready else ready.clear())
-    tokenizer = load_tokenizer(model_dir)
+    tokenizers = Tokenizers(load_tokenizer(model_dir))
     client = Schedulers(
         Discovery([scheduler.target]),
         LinkConfig(router_id="test", max_message_mb=4),
-        num_token_ids=len(tokenizer.table.pieces),
+        tokenizers=tokenizers,
         health=health,
     )
     task = asyncio.create_task(client.run())
-    inference = Inference("tiny", tokenizer, client, max_live_requests=3, tokenizer_threads=1)
+    inference = Inference("tiny", tokenizers, client, max_live_requests=3, tokenizer_threads=1)
     await ready.wait()
     yield Router(inference, scheduler, health, ready)
     inference.close()

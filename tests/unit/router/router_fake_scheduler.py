@@ -12,6 +12,8 @@ from quire.v1 import (
     adapters_pb2_grpc,
     common_pb2,
     kv_pb2,
+    loading_pb2,
+    loading_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
@@ -31,6 +33,31 @@ def adapter(name):
     return common_pb2.LoraAdapter(name=name, digest=name.encode() * 32)
 
 
+class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
+    """What a scheduler does with the models of its worker, "w"."""
+
+    def __init__(self):
+        self.is_unloaded = False
+        self.directory = ""
+
+    async def Unload(self, request, context):  # noqa: N802
+        if request.worker not in ("", "w"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"worker {request.worker!r} is unknown")
+        was_unloaded, self.is_unloaded = self.is_unloaded, True
+        unloaded = loading_pb2.UnloadedWorker(worker="w", was_unloaded=was_unloaded)
+        return loading_pb2.UnloadResponse(workers=[unloaded])
+
+    async def Load(self, request, context):  # noqa: N802
+        if request.worker not in ("", "w"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"worker {request.worker!r} is unknown")
+        yield loading_pb2.LoadResponse(worker="w", status="loading weights", progress=0.5)
+        if request.directory == "/nothing":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no memory")
+        was_loaded, self.is_unloaded = not self.is_unloaded, False
+        self.directory = request.directory
+        yield loading_pb2.LoadResponse(worker="w", is_done=True, was_loaded=was_loaded)
+
+
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Records what the router says; says itself what the test says."""
 
@@ -45,6 +72,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.vocab_size = VOCAB_SIZE
         self.adapters = ()
         """Names of adapters; the digest is the name over and over."""
+        self.model_directory = ""
+        """As if an operator had had it loaded."""
+        self.loading = FakeLoading()
         self.bad_directory = None
         """Where there is no adapter."""
         self.changes = asyncio.Queue()
@@ -69,6 +99,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._server = grpc.aio.server()
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
+        loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
 
@@ -131,6 +162,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             vocab_size=self.vocab_size,
             eos_token_ids=[EOS],
             adapters=map(adapter, self.adapters),
+            directory=self.model_directory,
         )
         welcome = scheduler_pb2.SchedulerWelcome(
             epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
@@ -189,6 +221,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def tell_max_model_len(self, max_model_len):
         """Says how many tokens a request may have from now on."""
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
+
+    async def tell_unloaded(self, is_unloaded):
+        """Says whether no worker has its model."""
+        step = scheduler_pb2.StepOutput(is_unloaded=is_unloaded)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def tell_adapters(self, *names):

@@ -221,6 +221,9 @@ def link_to(monkeypatch):
         states = asyncio.Queue()
 
         class Owner:
+            async def prepare(self, model):
+                pass
+
             def check_fit(self, link, model):
                 pass
 

@@ -29,7 +29,8 @@ class SlowTokenizer:
 
 @pytest.fixture
 def slow(router):
-    slow = router.inference.text._tokenizer = SlowTokenizer(router.inference.text._tokenizer)
+    tokenizers = router.inference.text._tokenizers
+    slow = tokenizers.current = SlowTokenizer(tokenizers.current)
     yield slow
     slow.go_on.set()
 

@@ -17,6 +17,7 @@ from router.scheduler_choice import Candidate, choose
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
+from router.tokenizers import Tokenizers
 from rpc.discovery import Discovery
 from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from rpc.health import Health
@@ -40,15 +41,15 @@ class Pool:
         self.health = Health()
         self._changed = asyncio.Event()
         self.health.on_change(self._changed.set)
-        tokenizer = load_tokenizer(model_dir)
+        tokenizers = Tokenizers(load_tokenizer(model_dir))
         self.schedulers = Schedulers(
             discovery,
             LinkConfig(router_id="test", max_message_mb=4),
-            num_token_ids=len(tokenizer.table.pieces),
+            tokenizers=tokenizers,
             health=self.health,
         )
         self.inference = Inference(
-            "tiny", tokenizer, self.schedulers, max_live_requests=99, tokenizer_threads=1
+            "tiny", tokenizers, self.schedulers, max_live_requests=99, tokenizer_threads=1
         )
 
     async def wait_for(self, num_connected, num_known=None):
@@ -242,6 +243,26 @@ async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
     await hears(home, live, submit)
     each, _, got, _ = await place(pool, pair, (5, 6, 7))
     assert got is home
+    await each.aclose()
+    await live.aclose()
+
+
+async def test_a_scheduler_whose_models_are_unloaded_gets_what_nobody_else_can_have(pool, pair):
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    for is_unloaded, expected in ((True, other), (False, home)):
+        await home.tell_unloaded(is_unloaded)
+        await hears(home, live, submit)
+        each, _, got, _ = await place(pool, pair, (5, 6, 7))
+        assert got is expected
+        await each.aclose()
+    await live.aclose()
+    live, submit, home, other = await place(pool, pair, (5, 6, 7))
+    await home.tell_unloaded(is_unloaded=True)
+    await hears(home, live, submit)
+    await other.stop()
+    await pool.wait_for(1)
+    each = await pool.start((5, 6, 7))
+    await home.submits.get()
     await each.aclose()
     await live.aclose()
 

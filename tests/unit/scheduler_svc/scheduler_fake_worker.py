@@ -14,6 +14,8 @@ from quire.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     common_pb2,
+    loading_pb2,
+    loading_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -105,6 +107,46 @@ def adapter(name, directory):
     )
 
 
+class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
+    """Its model: what a directory holds is called by the directory's name."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.is_unloaded = False
+        self.error = None  # of whatever is asked
+        self.was_asked = asyncio.Event()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def Unload(self, request, context):  # noqa: N802
+        assert request.epoch == self.worker.epoch
+        assert not request.worker
+        self.was_asked.set()
+        if self.error is not None:
+            await context.abort(*self.error)
+        was_unloaded, self.is_unloaded = self.is_unloaded, True
+        self.worker.rows = {}
+        self.worker.go()
+        return loading_pb2.UnloadResponse(
+            workers=[loading_pb2.UnloadedWorker(worker="w", was_unloaded=was_unloaded)]
+        )
+
+    async def Load(self, request, context):  # noqa: N802
+        assert request.epoch == self.worker.epoch
+        yield loading_pb2.LoadResponse(worker="w", status="loading weights", progress=0.5)
+        await self.may_load.wait()
+        if self.error is not None:
+            await context.abort(*self.error)
+        was_loaded, self.is_unloaded = not self.is_unloaded, False
+        if request.directory:
+            model = self.worker.info.model
+            model.id, model.directory = request.directory[1:], request.directory
+            del model.adapters[:]
+        yield loading_pb2.LoadResponse(
+            worker="w", status="ready", is_done=True, was_loaded=was_loaded
+        )
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Serves at `target`. A paused one takes batches and answers none."""
 
@@ -136,6 +178,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             block_bytes=block_bytes,
             instance_id=1,
             takes_kv=True,
+            can_unload=True,
         )
         self.memory_level = common_pb2.MEMORY_LEVEL_UNSPECIFIED
         self.epoch = 0
@@ -165,6 +208,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
         self.adapters = FakeAdapters(self)
+        self.loading = FakeLoading(self)
+        self.executing = set()  # queues of the streams that are open
         self._server = None
 
     async def start(self):
@@ -172,6 +217,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, self._server)
+        loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
         return self
@@ -211,7 +257,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a newer scheduler is here")
         self.epoch = request.epoch
         self.held_rows, self.rows = tuple(self.rows.values()), {}
-        return worker_pb2.AttachResponse(worker=self.info)
+        return worker_pb2.AttachResponse(worker=self.info, is_unloaded=self.loading.is_unloaded)
 
     async def ReadHoldings(self, request, context):  # noqa: N802
         assert request.epoch == self.epoch
@@ -261,9 +307,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Execute(self, batches, context):  # noqa: N802
         queue = asyncio.Queue()
+        self.executing.add(queue)
         reader = asyncio.create_task(self._read(batches, queue))
         try:
             while (batch := await queue.get()) is not None:
+                assert not self.loading.is_unloaded, "there is no model"
                 if batch.epoch < self.epoch:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale batch")
                 result = self.execute(batch)
@@ -274,9 +322,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 if len(self.answered) == self.pause_at:
                     self.pause()
                     self.has_paused.set()
+            if self.loading.is_unloaded:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is unloaded")
         finally:
+            self.executing.remove(queue)
             self.was_left.set()
             reader.cancel()
+
+    def go(self):
+        """End the streams."""
+        for queue in self.executing:
+            queue.put_nowait(None)
 
     async def _read(self, batches, queue):
         async for batch in batches:

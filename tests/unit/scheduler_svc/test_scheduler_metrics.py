@@ -95,11 +95,13 @@ def test_metrics_show_each_attached_workers_load():
         num_memory_preemptions=1,
     )
     registry = CollectorRegistry()
-    registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}))
+    registry.register(LoadCollector(lambda: {"a:1": load, "b:1": None}, lambda: ["b:1"]))
     lines = generate_latest(registry).decode().splitlines()
     for line in (
         'quire_worker_attached{worker="a:1"} 1.0',
         'quire_worker_attached{worker="b:1"} 0.0',
+        'quire_worker_model_unloaded{worker="a:1"} 0.0',
+        'quire_worker_model_unloaded{worker="b:1"} 1.0',
         'quire_num_requests_running{worker="a:1"} 3.0',
         'quire_num_requests_waiting{worker="a:1"} 2.0',
         'quire_kv_cache_usage_perc{worker="a:1"} 0.25',

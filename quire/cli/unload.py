@@ -1,0 +1,29 @@
+"""`quire unload`: has a worker, or all, give the device back until `quire load`."""
+
+from collections.abc import Sequence
+
+from quire.cli.invocation import invocation
+from quire.cli.settings import UnloadSettings
+from quire.cli.target import connection_errors, find_scheduler
+from quire.v1 import loading_pb2
+from quire.v1.loading_pb2_grpc import LoadingServiceStub
+from rpc.channel import open_blocking_channel
+from rpc.settings import parse_settings
+from rpc.status import calling
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire unload`; give the exit code."""
+    settings = parse_settings(UnloadSettings, "quire unload", argv)
+    target = settings.scheduler or find_scheduler()
+    with (
+        connection_errors(target),
+        open_blocking_channel(target, tls=settings.client_tls) as channel,
+        calling(),
+    ):
+        stub = LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+        response = stub.Unload(loading_pb2.UnloadRequest(worker=settings.worker))
+    for each in response.workers:
+        print(f"{each.worker} {'was unloaded already' if each.was_unloaded else 'is unloaded'}")
+    print(f"`{invocation()} load` brings it back; until then requests go to other workers, or wait")
+    return 0

@@ -1,0 +1,42 @@
+"""The gRPC face of what operators do with whole models: `quire.v1.LoadingService`."""
+
+from contextlib import aclosing
+from functools import partial
+
+from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.grpc_call import CallContext
+from router.loading import Loading
+from rpc.grpc_server import Service
+
+
+class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
+    """Answers calls; what is raised becomes status in the server's interceptor."""
+
+    def __init__(self, loading: Loading) -> None:
+        self._loading = loading
+
+    async def Unload(  # noqa: N802
+        self, request: loading_pb2.UnloadRequest, context: CallContext
+    ) -> loading_pb2.UnloadResponse:
+        """Has all schedulers have workers give their devices back."""
+        unloaded = await self._loading.unload(request.worker, context.peer())
+        return loading_pb2.UnloadResponse(workers=unloaded)
+
+    async def Load(  # noqa: N802
+        self, request: loading_pb2.LoadRequest, context: CallContext
+    ) -> None:
+        """Has all schedulers have workers take these again, and tells how far that is."""
+        told = self._loading.load(request.worker, request.directory, context.peer())
+        async with aclosing(told):
+            async for each in told:
+                await context.write(each)
+
+
+def loading_service(loading: Loading) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return Service(
+        name=loading_pb2.DESCRIPTOR.services_by_name["LoadingService"].full_name,
+        add=partial(
+            loading_pb2_grpc.add_LoadingServiceServicer_to_server, LoadingServicer(loading)
+        ),
+    )

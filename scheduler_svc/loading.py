@@ -1,0 +1,175 @@
+"""Has workers unload their models and load them again, so that no request is lost by it.
+
+Before its model goes, a worker is emptied: nothing new is placed there, what can be moved with its
+KV to another worker is, no more steps are sent. What is left then goes on elsewhere as after a
+loss, or waits until a worker is there.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from rpc.errors import QuireError, UnavailableError, UnimplementedError
+from rpc.merging import merged
+from scheduler_svc.adapters import said_by
+from scheduler_svc.drainer import Drainer
+from scheduler_svc.engine import Engine
+from scheduler_svc.roster import Roster
+from scheduler_svc.session import Session
+from scheduler_svc.worker_loading import LoadProgress, WorkerLoading
+
+_NOTICE_S = 15.0
+"""How long an engine may take to notice what its worker has done."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedWorker:
+    """A worker without a model."""
+
+    worker: str
+    """Its target."""
+    was_unloaded: bool
+    """Whether it was so before."""
+
+
+class Loading:
+    """What is asked of one worker, by its target, or of all; one thing at a time at each."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        drainer: Drainer,
+        workers: WorkerLoading,
+        *,
+        on_stay: Callable[[], None],
+    ) -> None:
+        """`on_stay` is called when a worker takes requests again that was to give up its model."""
+        self._roster = roster
+        self._on_stay = on_stay
+        self._drainer = drainer
+        self._workers = workers
+        self._unloads: dict[str, asyncio.Task[None]] = {}
+
+    async def unload(self, worker: str) -> Sequence[UnloadedWorker]:
+        """Have models unloaded, which goes on if the caller leaves.
+
+        Raises:
+            NotFoundError: There is no such worker.
+            UnimplementedError: A worker keeps its model; then all do.
+            UnavailableError: One is not there, or lost meanwhile.
+            QuireError: What a worker says; others may be unloaded by then.
+        """
+        engines = self._roster.chosen(worker)
+        sessions = {
+            engine: _session_of(engine)
+            for engine in engines
+            if not engine.is_unloaded and not self._is_unloading(engine)
+        }
+        for session in sessions.values():
+            if session is not None:
+                session.leave()  # all, before one is emptied: not into another that goes
+        for engine, session in sessions.items():
+            task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
+            task.add_done_callback(_retrieve)
+            self._unloads[engine.target] = task
+        was_unloaded = {engine: not self._is_unloading(engine) for engine in engines}
+        tasks = [self._unloads[each.target] for each in engines if not was_unloaded[each]]
+        ends = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [UnloadedWorker(engine.target, was) for engine, was in was_unloaded.items()]
+
+    async def load(self, worker: str, directory: str) -> AsyncGenerator[LoadProgress]:
+        """Have models loaded, and tell how far that is; the workers go on if nobody listens.
+
+        The last that is told of a worker `is_done`: it is attached.
+
+        Raises:
+            NotFoundError: There is no such worker.
+            UnavailableError: One is not attached, or lost meanwhile.
+            QuireError: What a worker says, when all others are loaded.
+        """
+        engines = self._roster.chosen(worker)
+        for engine in engines:
+            if engine.session is None and not engine.was_unloaded:
+                raise _not_attached(engine)
+        loads = merged([self._load(engine, directory) for engine in engines])
+        async with contextlib.aclosing(loads):
+            async for told in loads:
+                yield told
+
+    def stop(self) -> None:
+        """Give up what is under way; the sessions end."""
+        for task in self._unloads.values():
+            task.cancel()
+
+    def _is_unloading(self, engine: Engine) -> bool:
+        task = self._unloads.get(engine.target)
+        return task is not None and not task.done()
+
+    async def _unload(self, engine: Engine, session: Session | None) -> None:
+        log.info("a worker's model is to be unloaded", worker=engine.target)
+        try:
+            if session is not None:
+                await self._drainer.move_away(engine, session)
+                await session.hand_over()
+                session.check_alive()
+            await self._workers.unload(engine.target)
+        except QuireError as error:
+            if session is not None:
+                session.stay()
+                self._on_stay()
+            log.warning("a model stays", worker=engine.target, reason=str(error))
+            raise said_by(engine.target, error) from error
+        await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")
+        log.info("a worker's model is unloaded", worker=engine.target)
+
+    async def _load(self, engine: Engine, directory: str) -> AsyncGenerator[LoadProgress]:
+        last = LoadProgress(engine.target, "")
+        try:
+            loading = self._workers.load(engine.target, directory)
+            async with contextlib.aclosing(loading):
+                async for last in loading:
+                    if not last.is_done:
+                        yield last
+            yield replace(last, status="being attached", is_done=False)
+            await _wait_noticed(engine, lambda: engine.session is not None, "is loaded, not used")
+            yield last
+        except QuireError as error:
+            raise said_by(engine.target, error) from error
+
+
+def _session_of(engine: Engine) -> Session | None:
+    """Return that of a worker; None: it has none, and if it is there, another model is served."""
+    if engine.session is None:
+        return None
+    if not engine.session.info.can_unload:
+        raise UnimplementedError(
+            f"worker {engine.target} keeps its model: it is on several devices"
+            " (tensor_parallel_size, pipeline_parallel_size), or simulated"
+        )
+    return engine.session
+
+
+async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str) -> None:
+    """Wait until an engine, which attaches again and again, has seen what its worker has done."""
+    try:
+        async with asyncio.timeout(_NOTICE_S):
+            await engine.wait_until(condition)
+    except TimeoutError:
+        raise UnavailableError(f"it {what}: {engine.loss}") from None
+
+
+def _not_attached(engine: Engine) -> UnavailableError:
+    return UnavailableError(f"worker {engine.target} is not attached: {engine.loss}")
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # else asyncio complains if nobody waits for it any more

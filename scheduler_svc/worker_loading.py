@@ -1,0 +1,64 @@
+"""Tells a worker to unload its model, and to load one: its `LoadingService`.
+
+On a channel of its own: the one of the worker's link is closed when the model goes.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc.aio
+
+from quire.v1 import loading_pb2, loading_pb2_grpc
+from rpc.channel import open_channel
+from rpc.status import calling
+from rpc.tls import ClientTls
+
+_UNLOAD_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a worker is with its model."""
+
+    worker: str
+    """Its target."""
+    status: str
+    progress: float | None = None
+    is_done: bool = False
+    was_loaded: bool = False
+    """Whether it was there already."""
+
+
+class WorkerLoading:
+    """Calls workers under one epoch; all raises QuireError, which is what the worker says."""
+
+    def __init__(self, epoch: int, tls: ClientTls | None) -> None:
+        self._epoch = epoch
+        self._tls = tls
+
+    async def unload(self, target: str) -> None:
+        """Have a worker give its device back; returns when it has."""
+        request = loading_pb2.UnloadRequest(epoch=self._epoch)
+        async with open_channel(target, tls=self._tls) as channel:
+            stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+            with calling():
+                await stub.Unload(request, timeout=_UNLOAD_TIMEOUT_S)
+
+    async def load(self, target: str, directory: str) -> AsyncGenerator[LoadProgress]:
+        """Have a worker load a model; tells how far that is, and ends when it is there."""
+        request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
+        async with open_channel(target, tls=self._tls) as channel:
+            stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Load(request)
+            try:
+                with calling():
+                    while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                        yield LoadProgress(
+                            target,
+                            told.status,
+                            told.progress if told.HasField("progress") else None,
+                            is_done=told.is_done,
+                            was_loaded=told.was_loaded,
+                        )
+            finally:
+                call.cancel()

@@ -1,0 +1,161 @@
+"""Workers give their devices back while requests stream, and return, perhaps with other weights."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire.cli.__main__ import main as quire
+from quire.v1 import inference_pb2
+from tests.e2e.child import eventually
+from tests.e2e.generation import Result, generate_request, read
+from tests.e2e.references import greedy_tokens
+from tests.e2e.test_fleet import TwoWorkers
+from tests.models_fixture import ModelDirs
+
+NUM_TOKENS = 150
+PROMPTS = [[5 + (7 * i + j) % 490 for j in range(20 + i)] for i in range(6)]
+MODEL_BYTES = 8 * (4 * 512**2 + 3 * 512 * 1536) * 4
+
+
+@pytest.fixture(scope="module")
+def model(model_dirs: ModelDirs) -> Path:
+    """One whose weights are seen in what a process takes."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    return model_dirs.get("llama", **sizes)
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
+    with TwoWorkers(run_dir(), model, worker=("--num-blocks=256",)) as service:
+        service.wait_until_both_are_attached()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def expected(service: TwoWorkers) -> list[list[list[int]]]:
+    """What the outputs are if nothing leaves."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return [each.result().outputs for each in _start(service, pool)]
+
+
+def _start(service: TwoWorkers, pool: ThreadPoolExecutor) -> list["Future[Result]"]:
+    return [
+        pool.submit(
+            lambda prompt=prompt: read(
+                service.stub.Generate(
+                    generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True), timeout=120
+                )
+            )
+        )
+        for prompt in PROMPTS
+    ]
+
+
+def _run(service: TwoWorkers, *argv: str) -> int:
+    return quire([*argv, "--scheduler", f"unix:{service.uds['scheduler']}"])
+
+
+def _wait_until_tokens_come(service: TwoWorkers) -> None:
+    before = service.metrics(service.router)["quire_generation_tokens_total"]
+
+    def come() -> bool | None:
+        now = service.metrics(service.router)["quire_generation_tokens_total"]
+        return now > before + 5 * len(PROMPTS) or None
+
+    eventually(come, "tokens come")
+
+
+def test_what_runs_goes_on_at_the_other_worker(
+    service: TwoWorkers, expected: list[list[list[int]]], capsys: pytest.CaptureFixture[str]
+):
+    first, second = service.targets
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        results = _start(service, pool)
+        _wait_until_tokens_come(service)
+        assert _run(service, "unload", first) == 0
+        assert f"{first} is unloaded" in capsys.readouterr().out
+        assert [each.result().outputs for each in results] == expected
+    load = service.load()
+    assert (load.num_workers, load.num_unloaded_workers) == (1, 1)
+    assert service.metrics(service.worker)["quire_worker_unloaded"] == 1
+    status, body = service.get_json(service.worker, "/ready")
+    assert (status, body["status"]) == (200, "ready, but its model is unloaded")
+    assert _run(service, "load") == 0
+    told = capsys.readouterr().out
+    assert f"{first} is loaded" in told
+    assert f"{second} was loaded already" in told
+    assert service.load().num_workers == 2
+
+
+def test_what_no_worker_is_left_for_waits_and_loses_nothing(
+    service: TwoWorkers, expected: list[list[list[int]]], capsys: pytest.CaptureFixture[str]
+):
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        results = _start(service, pool)
+        _wait_until_tokens_come(service)
+        before = service.worker.rss_bytes()
+        assert _run(service, "unload") == 0
+        without = service.worker.rss_bytes()
+        load = service.load()
+        have_ended = [each.done() for each in results]
+        assert _run(service, "load") == 0  # before anything fails: they wait
+        assert [each.result().outputs for each in results] == expected
+    assert (load.num_workers, load.num_unloaded_workers) == (0, 2)
+    assert load.num_requests_waiting == len(PROMPTS)
+    assert not any(have_ended)
+    assert service.load().num_workers == 2
+    after = service.worker.rss_bytes()
+    told = [each // 2**20 for each in (before, without, after)]
+    assert min(before, after) - without > 0.6 * MODEL_BYTES, told
+    assert "loading weights" in capsys.readouterr().out
+    service.wait_until_idle()
+
+
+def _listed(service: TwoWorkers) -> list[str]:
+    return [m["id"] for m in service.get_json(service.router, "/v1/models")[1]["data"]]
+
+
+def _outputs(service: TwoWorkers, name: str) -> list[list[int]]:
+    request = generate_request(PROMPTS[0], max_tokens=NUM_TOKENS, ignore_eos=True)
+    request.model = name
+    return read(service.stub.Generate(request, timeout=60)).outputs
+
+
+def test_they_come_back_with_another_model(
+    service: TwoWorkers,
+    model: Path,
+    model_dirs: ModelDirs,
+    expected: list[list[list[int]]],
+    capsys: pytest.CaptureFixture[str],
+):
+    other = model_dirs.get("qwen3", seed=5)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_ending, service)
+        eventually(lambda: service.load().num_requests_running or None, "it runs")
+        assert _run(service, "unload") == 0
+        assert _run(service, "load", "--model", str(model.parent)) == 1
+        assert "config.json" in capsys.readouterr().err
+        assert service.load().num_unloaded_workers == 2
+        assert _run(service, "load", "--model", str(other)) == 0
+        assert "another model" in waiting.result()
+    eventually(lambda: _listed(service) == [other.name] or None, "the other one is listed")
+    assert _outputs(service, other.name) == greedy_tokens(other, [PROMPTS[0]], NUM_TOKENS)
+    with pytest.raises(grpc.RpcError, match=f"model {model.name!r} is not served"):
+        _outputs(service, model.name)
+
+    assert _run(service, "unload") == 0
+    assert _run(service, "load", "--model", str(model)) == 0
+    eventually(lambda: _listed(service) == [model.name] or None, "the first one is listed")
+    assert _outputs(service, model.name) == expected[0]
+
+
+def _ending(service: TwoWorkers) -> str:
+    """How a request ends that its model leaves."""
+    request = generate_request(PROMPTS[0], max_tokens=400, ignore_eos=True)
+    events = list(service.stub.Generate(request, timeout=120))
+    finished = [e.finished for e in events if e.WhichOneof("event") == "finished"]
+    assert isinstance(events[0], inference_pb2.GenerateResponse)
+    return finished[0].error.message

@@ -1,0 +1,189 @@
+"""Models that leave and come back, as a router's operators and clients see it."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import pytest
+import tokenizers as hf_tokenizers
+from router_fake_scheduler import FakeScheduler
+
+from router.domain import FinishReason, GenerateRequest, OutputFinished
+from router.loading import Loading
+from router.scheduler_link import LinkConfig
+from router.schedulers import Schedulers
+from router.tokenizer import load_tokenizer
+from router.tokenizers import Tokenizers
+from rpc.discovery import Discovery
+from rpc.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from rpc.health import Health
+from rpc.operators import Operators
+
+pytestmark = pytest.mark.timeout(60)
+
+PEER = "unix:"
+
+
+def operated(schedulers, check_operator=None):
+    operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
+    return Loading(schedulers, operators, None)
+
+
+async def reconnect(router):
+    """Has the scheduler come back as it is by now."""
+    await router.scheduler.stop()
+    lost = asyncio.Event()
+    router.health.on_change(lambda: None if router.health.ready else lost.set())
+    if router.health.ready:
+        await lost.wait()
+    await router.scheduler.start()
+    await router.ready.wait()
+
+
+@pytest.fixture
+def other_dir(tmp_path):
+    """A model whose tokenizer is another: each letter is a token."""
+    letters = {letter: 100 + place for place, letter in enumerate("abcdefg")}
+    model = hf_tokenizers.models.WordLevel({**letters, "[UNK]": 99}, unk_token="[UNK]")
+    tokenizer = hf_tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = hf_tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = hf_tokenizers.decoders.Fuse()
+    directory = tmp_path / "letters"
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({}))
+    return directory
+
+
+async def test_all_workers_are_unloaded_and_loaded(router):
+    loading = operated(router.inference._schedulers)
+    (worker,) = await loading.unload("", PEER)
+    assert (worker.worker, worker.was_unloaded) == ("w", False)
+    told = [each async for each in loading.load("w", "/models/b", PEER)]
+    assert [(each.status, each.is_done) for each in told] == [
+        ("loading weights", False),
+        ("", True),
+    ]
+    assert router.scheduler.loading.directory == "/models/b"
+
+
+async def test_what_a_scheduler_refuses_is_told(router):
+    loading = operated(router.inference._schedulers)
+    with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
+        await loading.unload("x", PEER)
+    with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
+        [each async for each in loading.load("x", "", PEER)]
+    with pytest.raises(FailedPreconditionError, match="there is no memory"):
+        [each async for each in loading.load("", "/nothing", PEER)]
+
+
+async def test_only_operators_may(router):
+    def refuse():
+        raise PermissionDeniedError("a tenant's key")
+
+    schedulers = router.inference._schedulers
+    for loading, peer in (
+        (operated(schedulers), "ipv4:127.0.0.1:4711"),
+        (operated(schedulers, refuse), PEER),
+    ):
+        with pytest.raises(PermissionDeniedError):
+            await loading.unload("", peer)
+        with pytest.raises(PermissionDeniedError):
+            [each async for each in loading.load("", "", peer)]
+    assert not router.scheduler.loading.is_unloaded
+
+
+@dataclass
+class Pair:
+    schedulers: Schedulers
+    fakes: list
+
+
+@pytest.fixture
+async def pair(model_dir, tmp_path):
+    fakes = [FakeScheduler(tmp_path / name) for name in "ab"]
+    for fake in fakes:
+        await fake.start()
+    health = Health()
+    changed = asyncio.Event()
+    health.on_change(changed.set)
+    schedulers = Schedulers(
+        Discovery([fake.target for fake in fakes]),
+        LinkConfig(router_id="test", max_message_mb=4),
+        tokenizers=Tokenizers(load_tokenizer(model_dir)),
+        health=health,
+    )
+    task = asyncio.create_task(schedulers.run())
+    while len(schedulers._connected) < 2:
+        changed.clear()
+        await changed.wait()
+    yield Pair(schedulers, fakes)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for fake in fakes:
+        await fake.stop()
+
+
+async def test_of_several_schedulers_the_one_that_knows_the_worker_has_it_done(pair):
+    loading = operated(pair.schedulers)
+    assert len(await loading.unload("", PEER)) == 2
+    assert len([each async for each in loading.load("", "", PEER) if each.is_done]) == 2
+
+
+async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):
+    live = await router.inference.generate(GenerateRequest(prompt=(5, 6, 7)))
+    await router.scheduler.submits.get()
+    router.scheduler.model_id, router.scheduler.model_directory = "letters", str(other_dir)
+    await reconnect(router)
+    (end,) = [event async for event in live if isinstance(event, OutputFinished)]
+    assert end.reason is FinishReason.ERROR
+    assert end.error.message == "the service now has another model"
+    assert [info.id for info in router.inference.model.infos()] == ["letters"]
+    assert router.tokens("bad") == [101, 100, 103]
+    live = await router.inference.generate(GenerateRequest(prompt="bad", model="letters"))
+    submit = await router.scheduler.submits.get()
+    assert submit.prompt_token_ids[::4] == bytes([101, 100, 103])
+    assert live.model == "letters"
+    await live.aclose()
+    with pytest.raises(NotFoundError, match="model 'tiny' is not served; 'letters' is"):
+        await router.inference.generate(GenerateRequest(prompt="bad", model="tiny"))
+    router.scheduler.model_id, router.scheduler.model_directory = "weights", ""
+    await reconnect(router)
+    assert [info.id for info in router.inference.model.infos()] == ["tiny"]
+    assert router.tokens("bad") != [101, 100, 103]
+
+
+async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served(router, tmp_path):
+    router.scheduler.model_id, router.scheduler.model_directory = "x", str(tmp_path / "x")
+    not_ready = asyncio.Event()
+    await router.scheduler.stop()
+    await router.scheduler.start()
+    problem = f"{tmp_path}/x has no tokenizer.json"
+    router.health.on_change(lambda: not_ready.set() if problem in router.health.status else None)
+    if problem not in router.health.status:
+        await not_ready.wait()
+    with pytest.raises(UnavailableError, match="has no tokenizer that this router can read"):
+        router.inference._schedulers.reserve_seq_keys(1)
+
+
+async def test_what_was_prepared_for_the_model_before_is_not_submitted(
+    router, other_dir, monkeypatch
+):
+    text = router.inference.text
+    prepare = text.prepare
+
+    async def prepare_late(request):
+        prepared = await prepare(request)
+        router.scheduler.model_id, router.scheduler.model_directory = "letters", str(other_dir)
+        await reconnect(router)
+        return prepared
+
+    monkeypatch.setattr(text, "prepare", prepare_late)
+    with pytest.raises(UnavailableError, match="the service now has another model"):
+        await router.inference.generate(GenerateRequest(prompt="bad"))
+    assert router.scheduler.submits.empty()

@@ -1,0 +1,319 @@
+"""Workers whose models are unloaded and loaded while a scheduler works: no request is lost."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
+from scheduler_harness import FakeRouter, get, running_scheduler, wait_until_not_ready
+
+from quire.v1 import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    common_pb2,
+    loading_pb2,
+    loading_pb2_grpc,
+    scheduler_pb2,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+OTHER = "/other"
+
+
+class Router(FakeRouter):
+    """One that also operates."""
+
+    def __init__(self, target):
+        super().__init__(target)
+        self.loading = loading_pb2_grpc.LoadingServiceStub(self.channel)
+
+    async def unload(self, worker=""):
+        answer = await self.loading.Unload(loading_pb2.UnloadRequest(worker=worker))
+        return {each.worker: each.was_unloaded for each in answer.workers}
+
+    async def load_models(self, worker="", directory=""):
+        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
+        return [told async for told in self.loading.Load(request)]
+
+    async def activity(self, worker=""):
+        query = common_pb2.ActivityQuery(worker=worker)
+        request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
+        answer = await self.stub.DescribeSchedulerActivity(request)
+        return {each.worker: each.is_unloaded for each in answer.workers}
+
+
+@contextlib.asynccontextmanager
+async def service(folder, num_workers):
+    """A scheduler with so many workers attached, and a router."""
+    workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
+    for worker in workers:
+        await worker.start()
+    targets = [worker.target for worker in workers]
+    try:
+        async with running_scheduler(folder, targets) as scheduler:
+            router = await Router(scheduler.target).connect()
+            await router.wait_for_load(lambda load: load.num_workers == num_workers)
+            yield scheduler, router, *workers
+            await router.disconnect()
+    finally:
+        for worker in workers:
+            worker.resume()
+            await worker.die()
+
+
+async def refusal(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code().name, caught.value.details()
+
+
+async def test_what_ran_goes_on_at_another_worker(folder):
+    async with service(folder, 2) as (_, router, first, second):
+        second.pause()
+        first.pause_at = 3
+        for key in range(4):
+            await router.submit(key, [1, key], max_tokens=12)
+        await first.has_paused.wait()
+        unloading = asyncio.create_task(router.unload(first.target))
+        first.pause_at = None
+        first.resume()
+        second.resume()
+        assert await unloading == {first.target: False}
+        await router.read_until_finished(0, 1, 2, 3)
+        for key in range(4):
+            assert router.tokens[key] == expected_tokens([1, key], 12)
+        assert not first.rows
+        assert await router.activity() == {second.target: False, first.target: True}
+        assert await router.activity(first.target) == {first.target: True}
+        load = await router.load()
+        assert (load.num_workers, load.num_unloaded_workers) == (1, 1)
+        await router.submit(10, [5], max_tokens=2)
+        await router.read_until_finished(10)
+        assert await router.unload(first.target) == {first.target: True}
+
+
+async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
+    async with service(folder, 1) as (scheduler, router, worker):
+        worker.pause_at = 4
+        await router.submit(0, [1, 2], max_tokens=12)
+        await router.submit(1, [3, 4], max_tokens=12)
+        await worker.has_paused.wait()
+        unloading = asyncio.create_task(router.unload())
+        worker.pause_at = None
+        worker.resume()
+        assert await unloading == {worker.target: False}
+        status, body = await wait_until_not_ready(scheduler)
+        assert status == 503
+        assert body["status"] == f"no worker is attached: {worker.target} (its model is unloaded)"
+        await router.submit(2, [5, 6], max_tokens=12)
+        load = await router.wait_for_load(lambda load: load.num_requests_waiting == 3)
+        assert (load.num_workers, load.num_unloaded_workers) == (0, 1)
+        assert not router.finished
+        told = await router.load_models()
+        assert [(each.worker, each.status, each.is_done) for each in told] == [
+            (worker.target, "loading weights", False),
+            (worker.target, "being attached", False),
+            (worker.target, "ready", True),
+        ]
+        await router.read_until_finished(0, 1, 2)
+        for key, prompt in enumerate(([1, 2], [3, 4], [5, 6])):
+            assert router.tokens[key] == expected_tokens(prompt, 12)
+        (told,) = (each for each in await router.load_models() if each.is_done)
+        assert told.was_loaded
+
+
+async def test_routers_are_told_when_nobody_has_the_model(folder):
+    def told(router):
+        steps = [message.step for message in router.messages]
+        return [step.is_unloaded for step in steps if step.HasField("is_unloaded")]
+
+    async with service(folder, 2) as (_, router, first, second):
+        await router.unload(first.target)
+        await router.unload(second.target)
+        await router.read_until(lambda: told(router) == [True])
+        await router.load_models(first.target)
+        await router.read_until(lambda: told(router) == [True, False])
+
+
+async def test_all_are_unloaded_and_loaded_if_none_is_named(folder):
+    async with service(folder, 3) as (_, router, *workers):
+        targets = {worker.target for worker in workers}
+        assert await router.unload() == dict.fromkeys(targets, False)
+        assert all(worker.loading.is_unloaded for worker in workers)
+        assert {each.worker for each in await router.load_models() if each.is_done} == targets
+        assert (await router.load()).num_workers == 3
+
+
+async def test_a_worker_that_keeps_its_model_keeps_its_requests(folder):
+    async with service(folder, 1) as (_, router, worker):
+        worker.loading.error = grpc.StatusCode.INTERNAL, "it will not"
+        worker.pause_at = 2
+        await router.submit(0, [1, 2], max_tokens=12)
+        await worker.has_paused.wait()
+        unloading = asyncio.create_task(refusal(router.unload(worker.target)))
+        await router.submit(1, [3, 4], max_tokens=12)
+        await router.wait_for_live(2)
+        worker.pause_at = None
+        worker.resume()
+        assert await unloading == ("INTERNAL", f"worker {worker.target}: it will not")
+        await router.read_until_finished(0, 1)
+        assert router.tokens[0] == expected_tokens([1, 2], 12)
+        assert router.tokens[1] == expected_tokens([3, 4], 12)
+        assert worker.num_attaches == 1
+
+
+async def test_what_cannot_be_is_refused_by_name(folder):
+    async with service(folder, 2) as (_, router, first, second):
+        assert (await refusal(router.unload("w9")))[0] == "NOT_FOUND"
+        assert (await refusal(router.load_models("w9")))[0] == "NOT_FOUND"
+        await second.die()
+        await router.wait_for_load(lambda load: load.num_workers == 1)
+        code, details = await refusal(router.unload(second.target))
+        assert code == "UNAVAILABLE"
+        assert details.startswith(f"worker {second.target}: ")
+        assert (await refusal(router.load_models(second.target)))[0] == "UNAVAILABLE"
+        assert not first.loading.is_unloaded
+        await router.unload(first.target)
+        first.loading.error = grpc.StatusCode.INVALID_ARGUMENT, "directory is /x: nothing there"
+        code, details = await refusal(router.load_models(first.target, "/x"))
+        assert code == "INVALID_ARGUMENT"
+        assert (
+            details
+            == (f"INVALID_ARGUMENT: directory is /x: nothing there (says worker {first.target})")
+            or first.target in details
+        )
+        assert (await router.load()).num_unloaded_workers == 1
+
+
+async def test_one_that_cannot_unload_is_not_emptied_nor_are_the_others(folder):
+    workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(2)]
+    workers[1].info.can_unload = False
+    for worker in workers:
+        await worker.start()
+    async with running_scheduler(folder, [worker.target for worker in workers]) as scheduler:
+        router = await Router(scheduler.target).connect()
+        await router.wait_for_load(lambda load: load.num_workers == 2)
+        code, details = await refusal(router.unload())
+        assert code == "UNIMPLEMENTED"
+        assert details.startswith(f"worker {workers[1].target} keeps its model: ")
+        assert not workers[0].loading.was_asked.is_set()
+        await router.submit(0, [1, 2])
+        await router.read_until_finished(0)
+        await router.disconnect()
+    for worker in workers:
+        await worker.die()
+
+
+async def test_the_next_scheduler_sees_that_it_is_unloaded_and_has_it_load(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.unload()
+        async with running_scheduler(folder, [worker.target], socket="s2") as successor:
+            await wait_until_not_ready(successor)
+            status, body = await get(successor, "/ready")
+            while "unloaded" not in body["status"]:
+                status, body = await get(successor, "/ready")
+            assert status == 503
+            second = Router(successor.target)
+            assert (await second.load()).num_unloaded_workers == 1
+            assert (await second.load_models())[-1].is_done
+            await second.connect()
+            await second.submit(0, [1, 2])
+            await second.read_until_finished(0)
+            assert second.tokens[0] == expected_tokens([1, 2], 8)
+            await second.disconnect()
+
+
+async def test_adapters_that_came_at_run_time_are_loaded_again(folder):
+    async with service(folder, 1) as (scheduler, router, worker):
+        adapters = adapters_pb2_grpc.AdapterServiceStub(router.channel)
+        request = adapters_pb2.LoadAdapterRequest(name="sql", directory="/a")
+        await adapters.LoadAdapter(request)
+        await router.unload()
+        del worker.info.model.adapters[:]
+        await router.load_models()
+        assert worker.adapters.names == ["sql"]
+        await router.submit(0, [1, 2], adapter=adapter("sql", "/a"))
+        await router.read_until_finished(0)
+        # Another model has none of them.
+        await router.unload()
+        await router.load_models(directory=OTHER)
+        assert worker.adapters.names == []
+        answer = await adapters.ListAdapters(adapters_pb2.ListAdaptersRequest())
+        assert not answer.adapters
+        assert (await get(scheduler, "/ready"))[0] == 200
+
+
+async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(folder):
+    async with service(folder, 1) as (_, router, worker):
+        worker.pause_at = 3
+        await router.submit(0, [1, 2], max_tokens=12)
+        await worker.has_paused.wait()
+        unloading = asyncio.create_task(router.unload())
+        worker.pause_at = None
+        worker.resume()
+        await unloading
+        await router.submit(1, [3, 4], max_tokens=12, resume_record=b"r")
+        await router.wait_for_live(2)
+        num_answered = len(worker.answered)
+        await router.load_models(directory=OTHER)
+        await router.read_until_finished(0, 1)
+        for key in (0, 1):
+            assert router.finished[key].finish_reason == common_pb2.FINISH_REASON_ERROR
+            assert "another model, 'other'" in router.finished[key].error.message
+        assert await refusal(router.read()) == (
+            "UNAVAILABLE",
+            "the service now has another model, 'other'",
+        )
+        assert len(worker.answered) == num_answered
+        again = await Router(f"unix:{folder}/s").connect()
+        assert (again.welcome.model.id, again.welcome.model.directory) == ("other", OTHER)
+        await again.resume("request-1", 50)
+        await again.read_until(lambda: 50 in again.refused)
+        assert again.refused[50].code == grpc.StatusCode.NOT_FOUND.value[0]
+        await again.submit(0, [1, 2])
+        await again.read_until_finished(0)
+        await again.disconnect()
+
+
+async def test_another_model_waits_until_nobody_serves_the_one_before(folder):
+    async with service(folder, 2) as (scheduler, router, first, second):
+        await router.unload(first.target)
+        loading = asyncio.create_task(refusal(router.load_models(first.target, OTHER)))
+        while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+        await router.submit(0, [1, 2])
+        await router.read_until_finished(0)
+        loading.cancel()
+        await router.unload(second.target)
+        again = await Router(scheduler.target).connect()
+        assert again.welcome.model.id == "other"
+        await again.load_models(second.target, OTHER)
+        assert (await again.load()).num_workers == 2
+        await again.disconnect()
+
+
+async def test_a_worker_of_another_model_is_refused_as_ever_if_it_was_not_unloaded(folder):
+    async with service(folder, 1) as (scheduler, _, worker):
+        await worker.die()
+        worker.info.model.id = "other"
+        await worker.start()
+        while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+
+
+async def test_one_that_is_back_with_its_flags_model_is_told_to_load_what_is_served(folder):
+    async with service(folder, 1) as (scheduler, router, worker):
+        await router.unload()
+        await router.load_models(directory=OTHER)
+        await worker.die()
+        worker.info.model.id, worker.info.model.directory = "fake", ""
+        await worker.start()
+        while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+        assert await router.unload() == {worker.target: False}
+        await router.load_models(directory=OTHER)
+        again = await Router(scheduler.target).connect()
+        assert again.welcome.model.id == "other"
+        await again.disconnect()
