@@ -9,7 +9,7 @@ and, if none is met soon, to one of those that are connected all the time.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -20,6 +20,7 @@ from router import metrics
 from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.load_sums import add_up
+from router.model_fit import misfit_of, together
 from router.resuming import StartResumed
 from router.scheduler_choice import Candidate, choose, has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
@@ -289,20 +290,8 @@ class Schedulers:
         """Checks that a scheduler's model is the tokenizer's, and that of the others."""
         others = [other for other in self._connected if other is not link]
         before = self._model
-        unlike = [
-            each.model for each in others if each.model and not model.can_stand_beside(each.model)
-        ]
-        misfit: str | None = None
-        if (num_token_ids := self._tokenizers.num_token_ids(model.directory)) > model.vocab_size:
-            misfit = (
-                f"the router's tokenizer has {num_token_ids} token ids, but the model"
-                f" {model.id!r} of the scheduler at {link.target} has a vocabulary of"
-                f" {model.vocab_size}: --model must name the directory of the model that is served"
-            )
-        elif unlike:
-            misfit = (
-                f"the scheduler at {link.target} has the model {model}; the others have {unlike[0]}"
-            )
+        num_token_ids = self._tokenizers.num_token_ids(model.directory)
+        misfit = misfit_of(model, link.target, num_token_ids, (each.model for each in others))
         if misfit is not None:
             if others:
                 self._move_all(link)
@@ -314,7 +303,7 @@ class Schedulers:
             for each in self._links:
                 self._fail_all(each, "the service now has another model")
         self._tokenizers.use(model.directory)
-        self._model = _together([model, *(other.model for other in others)])
+        self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
         """Gives it what was live at others that are lost."""
@@ -332,7 +321,7 @@ class Schedulers:
         """Looks again what requests may be."""
         self._model_news.set()
         if self._model is not None:
-            self._model = _together(link.model for link in self._connected)
+            self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
         """Submits it to another scheduler that may have room, each once; False: there is none."""
@@ -406,13 +395,3 @@ class Schedulers:
         else:
             waits = [link.status for link in self._links]
             self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
-
-
-def _together(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
-    """What schedulers of one model, one at least, take: any of their adapters, and what all can."""
-    known = [model for model in models if model is not None]
-    adapters = {adapter.name: adapter for model in known for adapter in model.adapters}
-    return dataclasses.replace(
-        min(known, key=lambda model: model.max_model_len),
-        adapters=tuple(adapters[name] for name in sorted(adapters)),
-    )
