@@ -254,9 +254,12 @@ class Adapters:
 
     @property
     def _staying(self) -> dict[str, Session]:
-        """The sessions of the workers that are not about to end: those take nothing new."""
+        """The sessions of the workers that are not about to end: those take nothing new.
+
+        One whose model is to be unloaded is among them: if it stays, it holds what the others do.
+        """
         sessions = self._roster.sessions.items()
-        return {worker: session for worker, session in sessions if not session.is_draining}
+        return {worker: session for worker, session in sessions if not session.is_ending}
 
     def _check_stays(self, name: str) -> None:
         if name in self._leaving:

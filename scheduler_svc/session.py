@@ -93,10 +93,8 @@ class Session:
         self._memory_watch = MemoryWatch(link.info.worker_id, core)
         self._losses = Losses()
         self._news = RequestNews(streams, spans, metrics, self._losses)
-        self._is_leaving = False
-        self._is_handing_over = False
+        self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
-        self._has_ended = False
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
         self._waits = CoreWaits()
@@ -252,7 +250,12 @@ class Session:
     @property
     def is_draining(self) -> bool:
         """Whether the worker, or its model, is about to go: nothing new is for it."""
-        return self._is_leaving or self._link.draining.done()
+        return self._is_leaving or self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the worker says that it is about to end."""
+        return self._link.draining.done()
 
     def leave(self) -> None:
         """Let nothing new come here: the model is about to go."""
@@ -393,8 +396,6 @@ class Session:
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""
-        if self.is_draining:  # that is nobody's fault
-            num_losses = self._losses.take(request)
-        else:
-            num_losses = self._losses.take_after_loss(request)
-        return SubmitRequest(request, was_accepted=True, num_losses=num_losses)
+        # Of one that drains it is nobody's fault.
+        take = self._losses.take if self.is_draining else self._losses.take_after_loss
+        return SubmitRequest(request, was_accepted=True, num_losses=take(request))

@@ -20,7 +20,7 @@ class Worker:
     def __init__(self, *has, found=()):
         self.has = {adapter.name: adapter for adapter in has}
         self.found = dict(found)
-        self.is_draining = False
+        self.is_ending = False
         self.asked = []
 
     async def load_adapter(self, name, directory):
@@ -141,10 +141,10 @@ async def test_what_was_lost_is_unloaded_wherever_it_comes_from(service):
 async def test_who_is_about_to_end_is_asked_nothing(service):
     ending = await service.attach("a", Worker())
     staying = await service.attach("b", Worker(found={"/sql": OLD}))
-    ending.is_draining = True
+    ending.is_ending = True
     await service.adapters.load("sql", "/sql")
     await service.adapters.unload("sql")
     assert (ending.asked, staying.asked) == ([], ["sql", "not sql"])
-    staying.is_draining = True
+    staying.is_ending = True
     with pytest.raises(UnavailableError, match="no worker is attached"):
         await service.adapters.load("sql", "/sql")
