@@ -36,7 +36,7 @@ async def _main(settings: WorkerSettings) -> None:
     with contextlib.ExitStack() as stack:
         for app in ("gpu_worker.app", "scheduler_svc.app"):
             stack.enter_context(patch(f"{app}.serve", links.serve))
-        for client in ("router.scheduler_link", "scheduler_svc.worker_client"):
+        for client in ("router.scheduler_link", "scheduler_svc.worker_attach"):
             stack.enter_context(patch(f"{client}.open_channel", links.open_channel))
         async with asyncio.TaskGroup() as services:
             services.create_task(run_worker(settings, on_started=loaded, stop=stop))
