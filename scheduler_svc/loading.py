@@ -53,7 +53,7 @@ class Loading:
         self._on_stay = on_stay
         self._drainer = drainer
         self._workers = workers
-        self._unloads: dict[str, asyncio.Task[None]] = {}
+        self._unloads: dict[str, asyncio.Task[bool]] = {}
 
     async def unload(self, worker: str) -> Sequence[UnloadedWorker]:
         """Have models unloaded, which goes on if the caller leaves.
@@ -61,14 +61,13 @@ class Loading:
         Raises:
             NotFoundError: There is no such worker.
             UnimplementedError: A worker keeps its model; then all do.
+            FailedPreconditionError: One is being loaded; others may be unloaded by then.
             UnavailableError: One is not there, or lost meanwhile.
             QuireError: What a worker says; others may be unloaded by then.
         """
         engines = self._roster.chosen(worker)
         sessions = {
-            engine: _session_of(engine)
-            for engine in engines
-            if not engine.is_unloaded and not self._is_unloading(engine)
+            engine: _session_of(engine) for engine in engines if not self._is_unloading(engine)
         }
         for session in sessions.values():
             if session is not None:
@@ -77,13 +76,14 @@ class Loading:
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(_retrieve)
             self._unloads[engine.target] = task
-        was_unloaded = {engine: not self._is_unloading(engine) for engine in engines}
-        tasks = [self._unloads[each.target] for each in engines if not was_unloaded[each]]
+        tasks = [self._unloads[engine.target] for engine in engines]
         ends = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
-        for end in ends:
+        unloaded = []
+        for engine, end in zip(engines, ends, strict=True):
             if isinstance(end, BaseException):
                 raise end
-        return [UnloadedWorker(engine.target, was) for engine, was in was_unloaded.items()]
+            unloaded.append(UnloadedWorker(engine.target, was_unloaded=end))
+        return unloaded
 
     async def load(self, worker: str, directory: str) -> AsyncGenerator[LoadProgress]:
         """Have models loaded, and tell how far that is; the workers go on if nobody listens.
@@ -113,14 +113,15 @@ class Loading:
         task = self._unloads.get(engine.target)
         return task is not None and not task.done()
 
-    async def _unload(self, engine: Engine, session: Session | None) -> None:
+    async def _unload(self, engine: Engine, session: Session | None) -> bool:
+        """Whether it was so before: the worker knows, and refuses while it loads its model."""
         log.info("a worker's model is to be unloaded", worker=engine.target)
         try:
             if session is not None:
                 await self._drainer.move_away(engine, session)
                 await session.hand_over()
                 session.check_alive()
-            await self._workers.unload(engine.target)
+            was_unloaded = await self._workers.unload(engine.target)
         except QuireError as error:
             if session is not None:
                 session.stay()
@@ -129,6 +130,7 @@ class Loading:
             raise said_by(engine.target, error) from error
         await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")
         log.info("a worker's model is unloaded", worker=engine.target)
+        return was_unloaded
 
     async def _load(self, engine: Engine, directory: str) -> AsyncGenerator[LoadProgress]:
         last = LoadProgress(engine.target, "")
@@ -146,7 +148,7 @@ class Loading:
 
 
 def _session_of(engine: Engine) -> Session | None:
-    """Return that of a worker; None: it has none, and if it is there, another model is served."""
+    """Return that of a worker; None: it has none, and what its model is, it knows itself."""
     if engine.session is None:
         return None
     if not engine.session.info.can_unload:
@@ -170,6 +172,6 @@ def _not_attached(engine: Engine) -> UnavailableError:
     return UnavailableError(f"worker {engine.target} is not attached: {engine.loss}")
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
+def _retrieve(task: asyncio.Task[bool]) -> None:
     if not task.cancelled():
         task.exception()  # else asyncio complains if nobody waits for it any more

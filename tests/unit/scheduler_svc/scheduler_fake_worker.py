@@ -113,6 +113,7 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
     def __init__(self, worker):
         self.worker = worker
         self.is_unloaded = False
+        self.is_loading = False
         self.error = None  # of whatever is asked
         self.was_asked = asyncio.Event()
         self.may_load = asyncio.Event()
@@ -124,6 +125,8 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         self.was_asked.set()
         if self.error is not None:
             await context.abort(*self.error)
+        if self.is_loading:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it is being loaded")
         was_unloaded, self.is_unloaded = self.is_unloaded, True
         self.worker.rows = {}
         self.worker.go()
@@ -133,8 +136,10 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
 
     async def Load(self, request, context):  # noqa: N802
         assert request.epoch == self.worker.epoch
+        self.is_loading = True  # until it is there, even if the caller leaves
         yield loading_pb2.LoadResponse(worker="w", status="loading weights", progress=0.5)
         await self.may_load.wait()
+        self.is_loading = False
         if self.error is not None:
             await context.abort(*self.error)
         was_loaded, self.is_unloaded = not self.is_unloaded, False

@@ -187,6 +187,19 @@ async def test_what_cannot_be_is_refused_by_name(folder):
         assert (await router.load()).num_unloaded_workers == 1
 
 
+async def test_one_whose_model_is_on_its_way_is_not_said_to_be_unloaded(folder):
+    async with service(folder, 1) as (_, router, worker):
+        await router.unload()
+        worker.loading.may_load.clear()
+        loading = router.loading.Load(loading_pb2.LoadRequest())
+        assert (await loading.read()).status == "loading weights"
+        loading.cancel()  # it goes on
+        assert await refusal(router.unload()) == (
+            "FAILED_PRECONDITION",
+            f"worker {worker.target}: it is being loaded",
+        )
+
+
 async def test_one_that_cannot_unload_is_not_emptied_nor_are_the_others(folder):
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(2)]
     workers[1].info.can_unload = False
