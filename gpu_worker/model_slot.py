@@ -108,7 +108,9 @@ class ModelSlot:
         self._health.set_ready()
 
     def begin_load(self, directory: Path | None) -> OngoingLoad | None:
-        """Begin to load a model, or join whoever has begun; None: it is there.
+        """Begin to load a model, or join whoever has begun; None: it is there, and stays.
+
+        One that is being unloaded is not there: the load begins when it is gone.
 
         Args:
             directory: Where it is; None: where it was last.
@@ -125,7 +127,7 @@ class ModelSlot:
             raise FailedPreconditionError(
                 f"directory is {directory}; the model in {self._loading.directory} is being loaded"
             )
-        if self._model is not None:
+        if self._model is not None and not self._is_unloading:
             if _is_same(directory, self._directory):
                 return None
             raise FailedPreconditionError(
@@ -150,7 +152,7 @@ class ModelSlot:
                 f"the model in {self._loading.directory} is being loaded: unload it when it is"
             )
         was_loaded = self._model is not None
-        if was_loaded and (self._unloading is None or self._unloading.done()):
+        if was_loaded and not self._is_unloading:
             self._unloading = asyncio.create_task(self._unload(), name="unloading of the model")
             self._unloading.add_done_callback(_retrieve)
         if self._unloading is not None:
@@ -170,6 +172,10 @@ class ModelSlot:
             self._model.memory.stop()
             await self._model.steps.stop()
             self.failure = self.failure or self._model.steps.failure
+
+    @property
+    def _is_unloading(self) -> bool:
+        return self._unloading is not None and not self._unloading.done()
 
     async def _load(self, settings: WorkerSettings, report: Report) -> None:
         def tell(status: str, progress: float | None) -> None:

@@ -88,7 +88,8 @@ class Loading:
     async def load(self, worker: str, directory: str) -> AsyncGenerator[LoadProgress]:
         """Have models loaded, and tell how far that is; the workers go on if nobody listens.
 
-        The last that is told of a worker `is_done`: it is attached.
+        The last that is told of a worker `is_done`: it is attached. One that is being unloaded is
+        loaded when it is.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -97,7 +98,8 @@ class Loading:
         """
         engines = self._roster.chosen(worker)
         for engine in engines:
-            if engine.session is None and not engine.was_unloaded:
+            is_here = engine.session is not None or self._is_unloading(engine)
+            if not is_here and not engine.was_unloaded:
                 raise _not_attached(engine)
         loads = merged([self._load(engine, directory) for engine in engines])
         async with contextlib.aclosing(loads):
@@ -134,6 +136,9 @@ class Loading:
 
     async def _load(self, engine: Engine, directory: str) -> AsyncGenerator[LoadProgress]:
         last = LoadProgress(engine.target, "")
+        if self._is_unloading(engine):
+            yield replace(last, status="being unloaded")
+            await asyncio.wait([self._unloads[engine.target]])
         try:
             loading = self._workers.load(engine.target, directory)
             async with contextlib.aclosing(loading):

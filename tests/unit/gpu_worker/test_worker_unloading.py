@@ -306,6 +306,31 @@ async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
         assert not (await worker.attach()).is_unloaded
 
 
+async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
+    model, tmp_path, monkeypatch
+):
+    goes, may_go = asyncio.Event(), asyncio.Event()
+    close = AdapterServicer.close
+
+    async def wait(adapters):
+        goes.set()
+        await may_go.wait()
+        await close(adapters)
+
+    monkeypatch.setattr(AdapterServicer, "close", wait)
+    async with running(model, tmp_path) as worker:
+        await worker.attach()
+        unloading = asyncio.create_task(worker.unload())
+        await goes.wait()
+        loading = worker.loading.Load(loading_pb2.LoadRequest(epoch=1))
+        assert (await loading.read()).status == "waiting"
+        may_go.set()
+        assert not await unloading
+        *_, told = [told async for told in loading]
+        assert (told.is_done, told.was_loaded) == (True, False)
+        assert not (await worker.attach()).is_unloaded
+
+
 async def test_one_that_ends_without_its_model_ends_well(model, tmp_path):
     async with running(model, tmp_path) as worker:
         await worker.attach()

@@ -200,6 +200,20 @@ async def test_one_whose_model_is_on_its_way_is_not_said_to_be_unloaded(folder):
         )
 
 
+async def test_one_whose_model_is_about_to_go_is_loaded_when_it_is_gone(folder):
+    async with service(folder, 1) as (_, router, worker):
+        worker.loading.may_unload.clear()
+        unloading = asyncio.create_task(router.unload())
+        await worker.loading.was_asked.wait()
+        loading = router.loading.Load(loading_pb2.LoadRequest())
+        assert (await loading.read()).status == "being unloaded"
+        worker.loading.may_unload.set()
+        assert await unloading == {worker.target: False}
+        *_, told = [told async for told in loading]
+        assert (told.is_done, told.was_loaded) == (True, False)
+        assert not worker.loading.is_unloaded
+
+
 async def test_one_that_cannot_unload_is_not_emptied_nor_are_the_others(folder):
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(2)]
     workers[1].info.can_unload = False
