@@ -87,6 +87,8 @@ class Engine:
         """Whether that is because its model is unloaded, or on its way back."""
         self.was_unloaded = False
         """Whether it has been since it was attached last: it may come with another model."""
+        self.lost_at_s: float | None = None
+        """When its session ended, of the monotonic clock; None: it has one, or had none yet."""
         self._news = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
@@ -187,6 +189,7 @@ class Engine:
         self.session = session
         self.loss = None
         self.was_unloaded = False
+        self.lost_at_s = None
         self._news.set()
         self._owner.attached(self)
 
@@ -194,6 +197,7 @@ class Engine:
         commands = session.end()
         self._last_step_id += session.load().num_steps
         self.session = None
+        self.lost_at_s = time.monotonic()
         self._note_loss(why)
         self._owner.lost(self, commands)
 

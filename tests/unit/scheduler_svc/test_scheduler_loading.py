@@ -16,6 +16,7 @@ from quire.v1 import (
     loading_pb2_grpc,
     scheduler_pb2,
 )
+from scheduler_svc import served_model
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -319,6 +320,34 @@ async def test_another_model_waits_until_nobody_serves_the_one_before(folder):
         await again.load_models(second.target, OTHER)
         assert (await again.load()).num_workers == 2
         await again.disconnect()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_another_model_waits_for_a_worker_that_is_lost_a_moment(
+    folder, monkeypatch, comes_back
+):
+    async with service(folder, 2) as (scheduler, router, first, second):
+        await router.unload(first.target)
+        second.pause_at = 3
+        await router.submit(0, [1, 2], max_tokens=12)
+        await second.has_paused.wait()
+        loading = asyncio.create_task(refusal(router.load_models(first.target, OTHER)))
+        while "serves" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+        await second.die()
+        while f"waits for {second.target}" not in (await get(scheduler, "/ready"))[1]["status"]:
+            pass
+        loading.cancel()
+        second.pause_at = None
+        second.resume()
+        if comes_back:
+            await second.start()
+            await router.read_until_finished(0)
+            assert router.tokens[0] == expected_tokens([1, 2], 12)
+        else:
+            monkeypatch.setattr(served_model, "_GRACE_S", 0.0)
+            await router.read_until_finished(0)
+            assert "another model, 'other'" in router.finished[0].error.message
 
 
 async def test_a_worker_of_another_model_is_refused_as_ever_if_it_was_not_unloaded(folder):
