@@ -7,6 +7,7 @@ loss, or waits until a worker is there.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from scheduler_svc.session import Session
 from scheduler_svc.worker_loading import LoadProgress, WorkerLoading
 
 _NOTICE_S = 15.0
-"""How long an engine may take to notice what its worker has done."""
+"""How long an engine may take to notice what its worker has done; settling comes on top."""
 
 log = structlog.get_logger()
 
@@ -166,11 +167,17 @@ def _session_of(engine: Engine) -> Session | None:
 
 async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str) -> None:
     """Wait until an engine, which attaches again and again, has seen what its worker has done."""
-    try:
-        async with asyncio.timeout(_NOTICE_S):
-            await engine.wait_until(condition)
-    except TimeoutError:
-        raise UnavailableError(f"it {what}: {engine.loss}") from None
+    left_s = _NOTICE_S
+    while not condition():
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                await engine.wait_until(lambda: condition() or engine.is_settling)
+        except TimeoutError:
+            raise UnavailableError(f"it {what}: {engine.loss}") from None
+        left_s -= time.monotonic() - started
+        # Each adapter that is loaded again has a limit of its own.
+        await engine.wait_until(lambda: condition() or not engine.is_settling)
 
 
 def _not_attached(engine: Engine) -> UnavailableError:

@@ -16,6 +16,7 @@ from quire.v1 import (
     loading_pb2_grpc,
     scheduler_pb2,
 )
+from scheduler_svc import loading as loading_module
 from scheduler_svc import served_model
 
 pytestmark = pytest.mark.timeout(30)
@@ -271,6 +272,26 @@ async def test_adapters_that_came_at_run_time_are_loaded_again(folder):
         answer = await adapters.ListAdapters(adapters_pb2.ListAdaptersRequest())
         assert not answer.adapters
         assert (await get(scheduler, "/ready"))[0] == 200
+
+
+async def test_however_long_adapters_take_a_load_waits_for_them(folder, monkeypatch):
+    async with service(folder, 1) as (_, router, worker):
+        adapters = adapters_pb2_grpc.AdapterServiceStub(router.channel)
+        await adapters.LoadAdapter(adapters_pb2.LoadAdapterRequest(name="sql", directory="/a"))
+        await router.unload()
+        del worker.info.model.adapters[:]
+        worker.adapters.may_load.clear()
+        worker.adapters.was_asked.clear()
+        worker.loading.may_load.clear()
+        loading = asyncio.create_task(router.load_models())
+        worker.loading.is_unloaded = False  # so that its engine is at the adapters when it is told
+        await worker.adapters.was_asked.wait()
+        monkeypatch.setattr(loading_module, "_NOTICE_S", 0.01)
+        worker.loading.may_load.set()
+        await asyncio.wait([loading], timeout=0.1)
+        assert not loading.done()
+        worker.adapters.may_load.set()
+        assert (await loading)[-1].is_done
 
 
 async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(folder):
