@@ -12,8 +12,10 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.channel import open_channel
 from rpc.status import calling
 from rpc.tls import ClientTls
+from scheduler_svc.worker_client import ADAPTER_TIMEOUT_S
 
-_UNLOAD_TIMEOUT_S = 120.0
+_UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
+"""An adapter that is being read is waited for: who gave up before would say that a model stays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,12 +118,14 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         self.was_asked = asyncio.Event()
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.unload_limit_s = None
         self.may_unload = asyncio.Event()
         self.may_unload.set()
 
     async def Unload(self, request, context):  # noqa: N802
         assert request.epoch == self.worker.epoch
         assert not request.worker
+        self.unload_limit_s = context.time_remaining()
         self.was_asked.set()
         await self.may_unload.wait()
         if self.error is not None:

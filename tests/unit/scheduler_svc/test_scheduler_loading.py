@@ -18,6 +18,7 @@ from quire.v1 import (
 )
 from scheduler_svc import loading as loading_module
 from scheduler_svc import served_model
+from scheduler_svc.worker_client import ADAPTER_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -214,6 +215,7 @@ async def test_one_whose_model_is_about_to_go_is_loaded_when_it_is_gone(folder):
         *_, told = [told async for told in loading]
         assert (told.is_done, told.was_loaded) == (True, False)
         assert not worker.loading.is_unloaded
+        assert worker.loading.unload_limit_s > ADAPTER_TIMEOUT_S, "it may be reading an adapter"
 
 
 async def test_one_that_cannot_unload_is_not_emptied_nor_are_the_others(folder):
