@@ -15,7 +15,12 @@ from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.server import WorkerService
 from gpu_worker.settings import WorkerSettings
-from rpc.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
+from rpc.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnimplementedError,
+)
 from rpc.health import Health
 
 if TYPE_CHECKING:
@@ -145,6 +150,7 @@ class ModelSlot:
         Raises:
             UnimplementedError: The model is on several devices.
             FailedPreconditionError: One is being loaded.
+            UnavailableError: A step does not end, and only the process's end gives the device back.
         """
         self._check_can_unload()
         if self._loading is not None:
@@ -227,7 +233,10 @@ class ModelSlot:
         model, self._model = self._model, None
         model.memory.stop()
         await asyncio.to_thread(_begin_release)
-        await model.steps.stop()  # which drops what holds the memory
+        if not await model.steps.stop():  # which drops what holds the memory
+            self.failure = "the model's memory is not given back: a step takes too long"
+            self._on_failure()
+            raise UnavailableError(self.failure)
         await asyncio.to_thread(_release)
         _log.info("unloaded the model")
 
