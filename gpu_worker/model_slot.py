@@ -15,7 +15,12 @@ from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.server import WorkerService
 from gpu_worker.settings import WorkerSettings
-from rpc.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
+from rpc.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnimplementedError,
+)
 from rpc.health import Health
 
 if TYPE_CHECKING:
@@ -108,7 +113,9 @@ class ModelSlot:
         self._health.set_ready()
 
     def begin_load(self, directory: Path | None) -> OngoingLoad | None:
-        """Begin to load a model, or join whoever has begun; None: it is there.
+        """Begin to load a model, or join whoever has begun; None: it is there, and stays.
+
+        One that is being unloaded is not there: the load begins when it is gone.
 
         Args:
             directory: Where it is; None: where it was last.
@@ -125,7 +132,7 @@ class ModelSlot:
             raise FailedPreconditionError(
                 f"directory is {directory}; the model in {self._loading.directory} is being loaded"
             )
-        if self._model is not None:
+        if self._model is not None and not self._is_unloading:
             if _is_same(directory, self._directory):
                 return None
             raise FailedPreconditionError(
@@ -143,6 +150,7 @@ class ModelSlot:
         Raises:
             UnimplementedError: The model is on several devices.
             FailedPreconditionError: One is being loaded.
+            UnavailableError: A step does not end, and only the process's end gives the device back.
         """
         self._check_can_unload()
         if self._loading is not None:
@@ -150,7 +158,7 @@ class ModelSlot:
                 f"the model in {self._loading.directory} is being loaded: unload it when it is"
             )
         was_loaded = self._model is not None
-        if was_loaded and (self._unloading is None or self._unloading.done()):
+        if was_loaded and not self._is_unloading:
             self._unloading = asyncio.create_task(self._unload(), name="unloading of the model")
             self._unloading.add_done_callback(_retrieve)
         if self._unloading is not None:
@@ -170,6 +178,10 @@ class ModelSlot:
             self._model.memory.stop()
             await self._model.steps.stop()
             self.failure = self.failure or self._model.steps.failure
+
+    @property
+    def _is_unloading(self) -> bool:
+        return self._unloading is not None and not self._unloading.done()
 
     async def _load(self, settings: WorkerSettings, report: Report) -> None:
         def tell(status: str, progress: float | None) -> None:
@@ -221,7 +233,10 @@ class ModelSlot:
         model, self._model = self._model, None
         model.memory.stop()
         await asyncio.to_thread(_begin_release)
-        await model.steps.stop()  # which drops what holds the memory
+        if not await model.steps.stop():  # which drops what holds the memory
+            self.failure = "the model's memory is not given back: a step takes too long"
+            self._on_failure()
+            raise UnavailableError(self.failure)
         await asyncio.to_thread(_release)
         _log.info("unloaded the model")
 

@@ -135,20 +135,24 @@ class StepLoop:
         """See `Executor.remove_adapter`."""
         return self._queue_call(lambda executor: executor.remove_adapter(number))
 
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
         """End the thread, then let go of the executor; what is launched gets no result any more.
 
         A thread that does not end within seconds is left behind: it ends with the process.
+
+        Returns:
+            Whether it has ended; if not, it still has the executor and its memory.
         """
         if self._is_stopped:
-            return
+            return not self._thread.is_alive()
         self._is_stopped = True
         self._jobs.put(_Stop())
         await asyncio.to_thread(self._thread.join, _STOP_S)
         if self._thread.is_alive():
             _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
-        else:
-            del self._executor  # whoever still has the loop, such as a call, keeps no memory
+            return False
+        del self._executor  # whoever still has the loop, such as a call, keeps no memory
+        return True
 
     async def wait_failed(self) -> None:
         """Wait until no step can run any more: only a new process can mend that."""

@@ -9,7 +9,7 @@ load, too, and what was loaded since, but for what was unloaded here or was lost
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -122,8 +122,11 @@ class Adapters:
             self._tell()
 
     def forget(self) -> None:
-        """Offer none: those that there are belong to a model that is served no more."""
-        self._held.clear()
+        """Offer none: those that there are belong to a model that is served no more.
+
+        What is under way for that one fails when it next comes to hold something.
+        """
+        self._held = {}
         self._leaving.clear()
         self._unloaded.clear()
         self._tell()
@@ -135,9 +138,11 @@ class Adapters:
     async def _load(self, name: str, directory: str) -> LoadedAdapter:
         async with self._lock:
             self._check_stays(name)
+            held = self._held
             loaded = await self._load_at_all(name, directory)
             if loaded is None:
                 raise UnavailableError("no worker is attached")
+            self._check_same(held)
             self._held[name] = loaded.adapter
             self._unloaded.discard(loaded.adapter)
         self._tell()
@@ -174,32 +179,38 @@ class Adapters:
 
     async def _settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
         is_alone = not self._roster.sessions
+        held = self._held
         kept: dict[str, LoraAdapter] = {}
         for adapter in has:
             if adapter in self._unloaded:
                 await worker.unload_adapter(adapter)
+                self._check_same(held)
                 continue
             kept[adapter.name] = adapter
-            held = self._held.get(adapter.name, adapter)
-            if held != adapter and is_alone:  # its flags name a newer one
-                self._replace(held, adapter)
-            elif held != adapter:
-                raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {held}")
-        for name in sorted(self._held.keys() - kept.keys()):
+            own = held.get(adapter.name, adapter)
+            if own != adapter and is_alone:  # its flags name a newer one
+                self._replace(own, adapter)
+            elif own != adapter:
+                raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {own}")
+        for name in sorted(held.keys() - kept.keys()):
             try:
-                await self._load_same(worker, self._held[name])
+                await self._load_same(worker, held[name])
             except QuireError as error:
                 if not is_alone or isinstance(error, UnavailableError):
                     raise
+                self._check_same(held)
                 # The only worker is worth more than an adapter that is there no more.
                 log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400
-                self._drop(self._held[name])
+                self._drop(held[name])
+            self._check_same(held)
         # Last, so that the others are asked once: it will not be refused any more.
-        for name in sorted(kept.keys() - self._held.keys()):
+        for name in sorted(kept.keys() - held.keys()):
             await self._share(target, worker, kept[name])
+            self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
         """Have the others load what only `worker` has; if one refuses, nobody has it."""
+        held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
             if loaded is not None and loaded.adapter != adapter:
@@ -215,7 +226,7 @@ class Adapters:
             )
             await worker.unload_adapter(adapter)
         else:
-            self._held[adapter.name] = adapter
+            held[adapter.name] = adapter  # which nobody reads if they are forgotten meanwhile
 
     async def _load_same(self, worker: AdapterHolder, adapter: LoraAdapter) -> None:
         loaded = await worker.load_adapter(adapter.name, adapter.directory)
@@ -264,6 +275,11 @@ class Adapters:
     def _check_stays(self, name: str) -> None:
         if name in self._leaving:
             raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
+
+    def _check_same(self, held: Mapping[str, LoraAdapter]) -> None:
+        """Look, after waiting, whether those are still what is held."""
+        if held is not self._held:
+            raise UnavailableError("another model is served now")
 
     def _drop(self, adapter: LoraAdapter) -> None:
         """Hold one no more; whoever comes with it unloads it."""

@@ -87,6 +87,10 @@ class Engine:
         """Whether that is because its model is unloaded, or on its way back."""
         self.was_unloaded = False
         """Whether it has been since it was attached last: it may come with another model."""
+        self.is_settling = False
+        """Whether its worker is there, and comes to hold what the others do: that may take long."""
+        self.lost_at_s: float | None = None
+        """When its session ended, of the monotonic clock; None: it has one, or had none yet."""
         self._news = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
@@ -118,7 +122,7 @@ class Engine:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is true of the engine; looked at when it has attached, or tried."""
+        """Wait until something is true of the engine; looked at at each step of attaching."""
         while not condition():
             self._news.clear()
             await self._news.wait()
@@ -142,13 +146,22 @@ class Engine:
         self.is_unloaded = False
         try:
             self._owner.accept(self, link.info)
-            await self._owner.settle(self, link)
+            await self._settle(link)
             with self._open_core(link.info) as core:
                 if link.holdings.is_anything:
                     core.inherit(link.holdings, time.monotonic())
                 return await self._work(link, core, wake)
         finally:
             await link.close()
+
+    async def _settle(self, link: WorkerLink) -> None:
+        self.is_settling = True
+        self._news.set()
+        try:
+            await self._owner.settle(self, link)
+        finally:
+            self.is_settling = False
+            self._news.set()
 
     async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
         session = Session(
@@ -187,6 +200,7 @@ class Engine:
         self.session = session
         self.loss = None
         self.was_unloaded = False
+        self.lost_at_s = None
         self._news.set()
         self._owner.attached(self)
 
@@ -194,6 +208,7 @@ class Engine:
         commands = session.end()
         self._last_step_id += session.load().num_steps
         self.session = None
+        self.lost_at_s = time.monotonic()
         self._note_loss(why)
         self._owner.lost(self, commands)
 

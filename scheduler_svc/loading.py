@@ -7,6 +7,7 @@ loss, or waits until a worker is there.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from scheduler_svc.session import Session
 from scheduler_svc.worker_loading import LoadProgress, WorkerLoading
 
 _NOTICE_S = 15.0
-"""How long an engine may take to notice what its worker has done."""
+"""How long an engine may take to notice what its worker has done; settling comes on top."""
 
 log = structlog.get_logger()
 
@@ -53,7 +54,7 @@ class Loading:
         self._on_stay = on_stay
         self._drainer = drainer
         self._workers = workers
-        self._unloads: dict[str, asyncio.Task[None]] = {}
+        self._unloads: dict[str, asyncio.Task[bool]] = {}
 
     async def unload(self, worker: str) -> Sequence[UnloadedWorker]:
         """Have models unloaded, which goes on if the caller leaves.
@@ -61,14 +62,13 @@ class Loading:
         Raises:
             NotFoundError: There is no such worker.
             UnimplementedError: A worker keeps its model; then all do.
+            FailedPreconditionError: One is being loaded; others may be unloaded by then.
             UnavailableError: One is not there, or lost meanwhile.
             QuireError: What a worker says; others may be unloaded by then.
         """
         engines = self._roster.chosen(worker)
         sessions = {
-            engine: _session_of(engine)
-            for engine in engines
-            if not engine.is_unloaded and not self._is_unloading(engine)
+            engine: _session_of(engine) for engine in engines if not self._is_unloading(engine)
         }
         for session in sessions.values():
             if session is not None:
@@ -77,18 +77,20 @@ class Loading:
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(_retrieve)
             self._unloads[engine.target] = task
-        was_unloaded = {engine: not self._is_unloading(engine) for engine in engines}
-        tasks = [self._unloads[each.target] for each in engines if not was_unloaded[each]]
+        tasks = [self._unloads[engine.target] for engine in engines]
         ends = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
-        for end in ends:
+        unloaded = []
+        for engine, end in zip(engines, ends, strict=True):
             if isinstance(end, BaseException):
                 raise end
-        return [UnloadedWorker(engine.target, was) for engine, was in was_unloaded.items()]
+            unloaded.append(UnloadedWorker(engine.target, was_unloaded=end))
+        return unloaded
 
     async def load(self, worker: str, directory: str) -> AsyncGenerator[LoadProgress]:
         """Have models loaded, and tell how far that is; the workers go on if nobody listens.
 
-        The last that is told of a worker `is_done`: it is attached.
+        The last that is told of a worker `is_done`: it is attached. One that is being unloaded is
+        loaded when it is.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -97,7 +99,8 @@ class Loading:
         """
         engines = self._roster.chosen(worker)
         for engine in engines:
-            if engine.session is None and not engine.was_unloaded:
+            is_here = engine.session is not None or self._is_unloading(engine)
+            if not is_here and not engine.was_unloaded:
                 raise _not_attached(engine)
         loads = merged([self._load(engine, directory) for engine in engines])
         async with contextlib.aclosing(loads):
@@ -113,14 +116,15 @@ class Loading:
         task = self._unloads.get(engine.target)
         return task is not None and not task.done()
 
-    async def _unload(self, engine: Engine, session: Session | None) -> None:
+    async def _unload(self, engine: Engine, session: Session | None) -> bool:
+        """Whether it was so before: the worker knows, and refuses while it loads its model."""
         log.info("a worker's model is to be unloaded", worker=engine.target)
         try:
             if session is not None:
                 await self._drainer.move_away(engine, session)
                 await session.hand_over()
                 session.check_alive()
-            await self._workers.unload(engine.target)
+            was_unloaded = await self._workers.unload(engine.target)
         except QuireError as error:
             if session is not None:
                 session.stay()
@@ -129,9 +133,13 @@ class Loading:
             raise said_by(engine.target, error) from error
         await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")
         log.info("a worker's model is unloaded", worker=engine.target)
+        return was_unloaded
 
     async def _load(self, engine: Engine, directory: str) -> AsyncGenerator[LoadProgress]:
         last = LoadProgress(engine.target, "")
+        if self._is_unloading(engine):
+            yield replace(last, status="being unloaded")
+            await asyncio.wait([self._unloads[engine.target]])
         try:
             loading = self._workers.load(engine.target, directory)
             async with contextlib.aclosing(loading):
@@ -146,7 +154,7 @@ class Loading:
 
 
 def _session_of(engine: Engine) -> Session | None:
-    """Return that of a worker; None: it has none, and if it is there, another model is served."""
+    """Return that of a worker; None: it has none, and what its model is, it knows itself."""
     if engine.session is None:
         return None
     if not engine.session.info.can_unload:
@@ -159,17 +167,23 @@ def _session_of(engine: Engine) -> Session | None:
 
 async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str) -> None:
     """Wait until an engine, which attaches again and again, has seen what its worker has done."""
-    try:
-        async with asyncio.timeout(_NOTICE_S):
-            await engine.wait_until(condition)
-    except TimeoutError:
-        raise UnavailableError(f"it {what}: {engine.loss}") from None
+    left_s = _NOTICE_S
+    while not condition():
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                await engine.wait_until(lambda: condition() or engine.is_settling)
+        except TimeoutError:
+            raise UnavailableError(f"it {what}: {engine.loss}") from None
+        left_s -= time.monotonic() - started
+        # Each adapter that is loaded again has a limit of its own.
+        await engine.wait_until(lambda: condition() or not engine.is_settling)
 
 
 def _not_attached(engine: Engine) -> UnavailableError:
     return UnavailableError(f"worker {engine.target} is not attached: {engine.loss}")
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
+def _retrieve(task: asyncio.Task[bool]) -> None:
     if not task.cancelled():
         task.exception()  # else asyncio complains if nobody waits for it any more

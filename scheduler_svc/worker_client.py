@@ -28,7 +28,7 @@ from scheduler_svc.wire.worker import (
 )
 from scheduler_svc.worker_ledger import WorkerLedger
 
-_LOAD_TIMEOUT_S = 300.0
+ADAPTER_TIMEOUT_S = 300.0
 """Of an adapter, from a slow disk."""
 
 
@@ -199,7 +199,7 @@ class WorkerLink:
             name=name, directory=directory, epoch=self._config.epoch
         )
         with calling():
-            loaded = await self._adapters.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S)
+            loaded = await self._adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
         return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
@@ -212,7 +212,7 @@ class WorkerLink:
             name=adapter.name, digest=adapter.digest, epoch=self._config.epoch
         )
         with calling():
-            await self._adapters.UnloadAdapter(request, timeout=_LOAD_TIMEOUT_S)
+            await self._adapters.UnloadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
 
     def let_go(self) -> None:
         """Take the worker for lost: it is about to end."""

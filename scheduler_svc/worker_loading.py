@@ -12,8 +12,10 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.channel import open_channel
 from rpc.status import calling
 from rpc.tls import ClientTls
+from scheduler_svc.worker_client import ADAPTER_TIMEOUT_S
 
-_UNLOAD_TIMEOUT_S = 120.0
+_UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
+"""An adapter that is being read is waited for: who gave up before would say that a model stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,14 @@ class WorkerLoading:
         self._epoch = epoch
         self._tls = tls
 
-    async def unload(self, target: str) -> None:
-        """Have a worker give its device back; returns when it has."""
+    async def unload(self, target: str) -> bool:
+        """Have a worker give its device back; returns when it has, and whether it had before."""
         request = loading_pb2.UnloadRequest(epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
             with calling():
-                await stub.Unload(request, timeout=_UNLOAD_TIMEOUT_S)
+                answer = await stub.Unload(request, timeout=_UNLOAD_TIMEOUT_S)
+        return all(each.was_unloaded for each in answer.workers)
 
     async def load(self, target: str, directory: str) -> AsyncGenerator[LoadProgress]:
         """Have a worker load a model; tells how far that is, and ends when it is there."""

@@ -182,7 +182,7 @@ async def test_attaching_does_not_wait_for_an_idle_step(executor, loop):
 async def test_stopping_does_not_wait_for_an_idle_step(executor, loop):
     loop.submit(0, StepInput(1, IDLE))
     await executor.saw(("launch", 1))
-    await loop.stop()
+    assert await loop.stop()
     assert executor.log[-1] == "close"
 
 
@@ -264,7 +264,8 @@ async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypa
     await loop.attach(0)
     step = loop.submit(0, StepInput(1, 0))
     await executor.saw(("launch", 1))
-    await loop.stop()
+    assert not await loop.stop()
+    assert not await loop.stop()  # as before
     assert not step.done()
     executor.launched[1].finished.set()
     await step

@@ -11,7 +11,7 @@ import pytest
 
 from gpu_worker import memory, pool_memory
 from gpu_worker.adapter_service import AdapterServicer
-from gpu_worker.app import run_worker
+from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.disk_pool import DiskPool
 from gpu_worker.elastic_memory import OutOfMemoryError
 from gpu_worker.executor import Executor
@@ -23,6 +23,7 @@ from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.transformers_model import TransformersModel
 from gpu_worker.server import WorkerService
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.step_loop import StepLoop
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -304,6 +305,53 @@ async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
         may_go.set()
         assert [told.is_done async for told in second][-1]
         assert not (await worker.attach()).is_unloaded
+
+
+async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
+    model, tmp_path, monkeypatch
+):
+    goes, may_go = asyncio.Event(), asyncio.Event()
+    close = AdapterServicer.close
+
+    async def wait(adapters):
+        goes.set()
+        await may_go.wait()
+        await close(adapters)
+
+    monkeypatch.setattr(AdapterServicer, "close", wait)
+    async with running(model, tmp_path) as worker:
+        await worker.attach()
+        unloading = asyncio.create_task(worker.unload())
+        await goes.wait()
+        loading = worker.loading.Load(loading_pb2.LoadRequest(epoch=1))
+        assert (await loading.read()).status == "waiting"
+        may_go.set()
+        assert not await unloading
+        *_, told = [told async for told in loading]
+        assert (told.is_done, told.was_loaded) == (True, False)
+        assert not (await worker.attach()).is_unloaded
+
+
+async def test_one_whose_step_does_not_end_says_so_and_ends(model, tmp_path, monkeypatch):
+    stop = StepLoop.stop
+    said = []
+
+    async def stop_in_vain(steps):
+        await stop(steps)
+        return False
+
+    async def run():
+        async with running(model, tmp_path) as worker:
+            await worker.attach()
+            said.extend(await refusal(worker.unload()))
+
+    monkeypatch.setattr(StepLoop, "stop", stop_in_vain)
+    with pytest.raises(StepsFailedError, match="a step takes too long"):
+        await run()
+    assert said == [
+        "UNAVAILABLE",
+        "the model's memory is not given back: a step takes too long",
+    ]
 
 
 async def test_one_that_ends_without_its_model_ends_well(model, tmp_path):

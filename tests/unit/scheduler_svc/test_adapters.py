@@ -21,10 +21,12 @@ class Worker:
         self.has = {adapter.name: adapter for adapter in has}
         self.found = dict(found)
         self.is_ending = False
+        self.on_load = lambda: None
         self.asked = []
 
     async def load_adapter(self, name, directory):
         self.asked.append(name)
+        self.on_load()
         found = self.found.get(directory, GONE)
         if isinstance(found, Exception):
             raise found
@@ -135,6 +137,43 @@ async def test_what_was_lost_is_unloaded_wherever_it_comes_from(service):
     service.sessions.clear()
     worker = await service.attach("b", Worker(OLD))
     assert worker.has == {}
+    assert service.adapters.held == ()
+
+
+FOUND = {"/chat": CHAT, "/sql": OLD}
+
+
+async def test_a_worker_that_loads_what_is_forgotten_meanwhile_is_refused(service):
+    await service.attach("a", Worker(OLD, CHAT))
+    service.sessions.clear()
+    worker = Worker(found=FOUND)
+    worker.on_load = service.adapters.forget
+    with pytest.raises(UnavailableError, match="worker b does not fit: another model is served"):
+        await service.attach("b", worker)
+    assert worker.asked == ["chat"]
+    assert service.adapters.held == ()
+    await service.attach("c", Worker(NEW))
+    assert service.adapters.offered == (NEW,)
+
+
+async def test_what_cannot_be_loaded_and_is_forgotten_meanwhile_is_not_lost(service):
+    await service.attach("a", Worker(OLD, CHAT))
+    service.sessions.clear()
+    worker = Worker()
+    worker.on_load = service.adapters.forget
+    with pytest.raises(UnavailableError, match="another model is served now"):
+        await service.attach("b", worker)
+    back = await service.attach("c", Worker(OLD))
+    assert back.has == {"sql": OLD}  # it is not what came to be unloaded
+
+
+async def test_what_is_loaded_at_all_when_they_are_forgotten_is_not_held(service):
+    other = await service.attach("a", Worker(found=FOUND))
+    other.on_load = service.adapters.forget
+    with pytest.raises(UnavailableError, match="another model is served now"):
+        await service.adapters.load("sql", "/sql")
+    with pytest.raises(UnavailableError, match="another model is served now"):
+        await service.attach("b", Worker(CHAT))
     assert service.adapters.held == ()
 
 
