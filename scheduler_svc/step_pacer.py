@@ -33,7 +33,7 @@ _WORTH_TOKENS = 128
 _MIN_SLOPE = 0.5
 """What one more token adds, as a share of what each of many does, at least; noise may say less."""
 _MAX_PAYING = 2.0
-"""Times what is spare, how long tokens may take so that having any pays."""
+"""Times what is spare, how long prompts may make a step so that having any pays."""
 _LONG_STEPS = 256
 """Steps within which all prompts would be done if a step computed its share of them."""
 _SHORT_STEPS = 16
@@ -128,7 +128,8 @@ class StepPacer:
                 token_s = max(slope, _MIN_SLOPE * many.seconds / many.num_tokens)
             fixed_s = few.seconds - few.num_tokens * token_s  # less than 0, if the first are cheap
         spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
-        num_in_time = max(spare_s - fixed_s, min(_MAX_PAYING * spare_s, fixed_s)) / token_s
+        paying_s = min(_MAX_PAYING * spare_s - fixed_s, fixed_s)
+        num_in_time = max(spare_s - fixed_s, paying_s) / token_s
         return max(int(num_in_time), least_tokens(queue, self._config))
 
     @property
