@@ -11,7 +11,7 @@ import structlog
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from router.schedulers import Schedulers
 from rpc.channel import open_channel
-from rpc.errors import NotFoundError, QuireError
+from rpc.errors import NotFoundError, QuireError, UnavailableError
 from rpc.merging import merged
 from rpc.operators import Operators
 from rpc.status import calling
@@ -23,8 +23,10 @@ log: Final = structlog.get_logger()
 class Loading:
     """Every method takes the `peer` that calls, as `Operators.check` wants it, and raises as that.
 
-    And `UnavailableError` while there is no scheduler, and what the schedulers refuse;
-    `NotFoundError` only if none of them has such a worker.
+    All schedulers are asked that are known: one none of whose workers has a model need not be
+    connected. Methods raise also what they refuse: `NotFoundError` only if none that is there has
+    such a worker; `UnavailableError` of one that was not connected, and may stand by, only if no
+    other answers.
     """
 
     def __init__(self, schedulers: Schedulers, operators: Operators, tls: ClientTls | None) -> None:
@@ -37,13 +39,14 @@ class Loading:
         """Have a worker, or all if that is empty, give their devices back."""
         self._operators.check(peer, "unloads models")
         log.info("told to unload models", worker=worker, peer=peer)
-        targets = self._schedulers.targets
+        targets = self._schedulers.target_to_is_connected
         ends = await asyncio.gather(*(self._unload(each, worker) for each in targets))
         unloaded = [worker for end in ends if not isinstance(end, QuireError) for worker in end]
-        errors = [end for end in ends if isinstance(end, QuireError)]
-        known = [error for error in errors if not isinstance(error, NotFoundError)]
-        if known or len(errors) == len(ends):
-            raise (known or errors)[0]
+        refusals: list[QuireError] = []
+        for (target, is_connected), end in zip(targets.items(), ends, strict=True):
+            if isinstance(end, QuireError):
+                _pass_over(target, end, refusals, may_stand_by=not is_connected)
+        _check_answered(refusals, len(targets))
         return unloaded
 
     async def load(
@@ -52,14 +55,19 @@ class Loading:
         """Have them take these again, with what is in a directory; tells how far that is."""
         self._operators.check(peer, "loads models")
         log.info("told to load models", worker=worker, directory=directory, peer=peer)
-        targets = self._schedulers.targets
-        refusals: list[NotFoundError] = []
-        loads = merged([self._load(each, worker, directory, refusals) for each in targets])
+        targets = self._schedulers.target_to_is_connected
+        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
+        refusals: list[QuireError] = []
+        loads = merged(
+            [
+                self._load(target, request, refusals, may_stand_by=not is_connected)
+                for target, is_connected in targets.items()
+            ]
+        )
         async with aclosing(loads):
             async for told in loads:
                 yield told
-        if len(refusals) == len(targets):
-            raise refusals[0]
+        _check_answered(refusals, len(targets))
 
     async def _unload(
         self, target: str, worker: str
@@ -76,17 +84,39 @@ class Loading:
         return workers
 
     async def _load(
-        self, target: str, worker: str, directory: str, refusals: list[NotFoundError]
+        self,
+        target: str,
+        request: loading_pb2.LoadRequest,
+        refusals: list[QuireError],
+        *,
+        may_stand_by: bool,
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Load(request)
             try:
                 with calling():
                     while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                        may_stand_by = False  # it is there: what it says next counts
                         yield told
-            except NotFoundError as error:
-                refusals.append(error)
+            except QuireError as error:
+                _pass_over(target, error, refusals, may_stand_by=may_stand_by)
             finally:
                 call.cancel()
+
+
+def _pass_over(
+    target: str, error: QuireError, refusals: list[QuireError], *, may_stand_by: bool
+) -> None:
+    """Adds to `refusals` what another's answer makes up for; raises what none does."""
+    if not isinstance(error, NotFoundError):
+        if not (may_stand_by and isinstance(error, UnavailableError)):
+            raise error
+        log.warning("a scheduler was not asked", target=target, reason=str(error))
+    refusals.append(error)
+
+
+def _check_answered(refusals: Sequence[QuireError], num_asked: int) -> None:
+    """Raises a refusal if there is nothing else, that of a scheduler that is there if one is."""
+    if len(refusals) == num_asked:
+        raise next((each for each in refusals if isinstance(each, NotFoundError)), refusals[0])

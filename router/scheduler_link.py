@@ -236,9 +236,9 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                asker.cancel()  # from now on there are beats
+                outbox = await self._meet(welcome)  # which may take longer than a silence may last
+                asker.cancel()  # from now on beats are read
                 silence.heard()
-                outbox = await self._meet(welcome)
                 tasks.append(asyncio.create_task(_write(call, outbox)))
                 while (news := await _read(call)) is not None:
                     silence.heard()

@@ -9,7 +9,7 @@ and, if none is met soon, to one of those that are connected all the time.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import grpc
@@ -190,11 +190,14 @@ class Schedulers:
         return questions
 
     @property
-    def targets(self) -> Sequence[str]:
-        """Where the schedulers are; raises UnavailableError if none is there."""
-        if not self._connected:
+    def target_to_is_connected(self) -> Mapping[str, bool]:
+        """Where all schedulers are that are known; raises UnavailableError if none is.
+
+        One that is not connected may be there, but have no worker with a model.
+        """
+        if not self._links:
             raise self.unavailable()
-        return [link.target for link in self._connected]
+        return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
@@ -281,7 +284,7 @@ class Schedulers:
         """Reads the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the libraries' own, too: of what is no JSON, or no template
             raise MisfitError(
                 f"the model {model} has no tokenizer that this router can read: {error}"
             ) from error

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass
 
 import pytest
 import tokenizers as hf_tokenizers
 from router_fake_scheduler import FakeScheduler
 
+from router import tokenizers as tokenizers_module
 from router.domain import FinishReason, GenerateRequest, OutputFinished
 from router.loading import Loading
 from router.scheduler_link import LinkConfig
@@ -102,6 +104,12 @@ async def test_only_operators_may(router):
 class Pair:
     schedulers: Schedulers
     fakes: list
+    changed: asyncio.Event
+
+    async def wait_for(self, num_connected):
+        while len(self.schedulers._connected) != num_connected:
+            self.changed.clear()
+            await self.changed.wait()
 
 
 @pytest.fixture
@@ -119,10 +127,9 @@ async def pair(model_dir, tmp_path):
         health=health,
     )
     task = asyncio.create_task(schedulers.run())
-    while len(schedulers._connected) < 2:
-        changed.clear()
-        await changed.wait()
-    yield Pair(schedulers, fakes)
+    pair = Pair(schedulers, fakes, changed)
+    await pair.wait_for(2)
+    yield pair
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     for fake in fakes:
@@ -133,6 +140,40 @@ async def test_of_several_schedulers_the_one_that_knows_the_worker_has_it_done(p
     loading = operated(pair.schedulers)
     assert len(await loading.unload("", PEER)) == 2
     assert len([each async for each in loading.load("", "", PEER) if each.is_done]) == 2
+
+
+@pytest.mark.parametrize("num_restarted", [1, 2])
+async def test_a_scheduler_that_has_only_workers_without_a_model_is_asked_too(pair, num_restarted):
+    loading = operated(pair.schedulers)
+    await loading.unload("", PEER)
+    for fake in pair.fakes[:num_restarted]:
+        await fake.stop()
+        fake.knows_model.clear()  # no welcome before a worker is attached
+        await fake.start()
+    await pair.wait_for(2 - num_restarted)
+    assert [each.was_unloaded for each in await loading.unload("", PEER)] == [True, True]
+    with pytest.raises(NotFoundError):
+        await loading.unload("x", PEER)
+    with pytest.raises(FailedPreconditionError, match="there is no memory"):
+        [each async for each in loading.load("", "/nothing", PEER)]
+    assert len([each async for each in loading.load("", "/b", PEER) if each.is_done]) == 2
+    assert [fake.loading.directory for fake in pair.fakes] == ["/b", "/b"]
+
+
+async def test_of_schedulers_that_are_not_there_one_that_is_makes_up(pair):
+    loading = operated(pair.schedulers)
+    await pair.fakes[0].stop()
+    await pair.wait_for(1)
+    assert len(await loading.unload("", PEER)) == 1
+    assert len([each async for each in loading.load("", "", PEER) if each.is_done]) == 1
+    with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
+        await loading.unload("x", PEER)
+    await pair.fakes[1].stop()
+    await pair.wait_for(0)
+    with pytest.raises(UnavailableError):
+        await loading.unload("", PEER)
+    with pytest.raises(UnavailableError):
+        [each async for each in loading.load("", "", PEER)]
 
 
 async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):
@@ -158,12 +199,35 @@ async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):
     assert router.tokens("bad") != [101, 100, 103]
 
 
-async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served(router, tmp_path):
-    router.scheduler.model_id, router.scheduler.model_directory = "x", str(tmp_path / "x")
+def no_tokenizer(directory):
+    (directory / "tokenizer.json").unlink()
+
+
+def half_a_tokenizer(directory):
+    path = directory / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def no_template(directory):
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (no_tokenizer, "has no tokenizer.json"),
+        (half_a_tokenizer, "EOF while parsing"),
+        (no_template, "Unexpected end of template"),
+    ],
+)
+async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served(
+    router, other_dir, spoil, problem
+):
+    spoil(other_dir)
+    router.scheduler.model_id, router.scheduler.model_directory = "x", str(other_dir)
     not_ready = asyncio.Event()
     await router.scheduler.stop()
     await router.scheduler.start()
-    problem = f"{tmp_path}/x has no tokenizer.json"
     router.health.on_change(lambda: not_ready.set() if problem in router.health.status else None)
     if problem not in router.health.status:
         await not_ready.wait()
@@ -187,3 +251,38 @@ async def test_what_was_prepared_for_the_model_before_is_not_submitted(
     with pytest.raises(UnavailableError, match="the service now has another model"):
         await router.inference.generate(GenerateRequest(prompt="bad"))
     assert router.scheduler.submits.empty()
+
+
+async def test_who_asks_again_for_a_tokenizer_joins_the_reading(model_dir, other_dir, monkeypatch):
+    begins, may_end = threading.Event(), threading.Event()
+    directories = []
+
+    def read_slowly(directory):
+        directories.append(directory)
+        begins.set()
+        assert may_end.wait(30)
+        return load_tokenizer(directory)
+
+    monkeypatch.setattr(tokenizers_module, "load_tokenizer", read_slowly)
+    tokenizers = Tokenizers(load_tokenizer(model_dir))
+    impatient = asyncio.create_task(tokenizers.read(str(other_dir)))
+    await asyncio.to_thread(begins.wait)
+    impatient.cancel()
+    await asyncio.gather(impatient, return_exceptions=True)
+    again = [asyncio.create_task(tokenizers.read(str(other_dir))) for _ in range(2)]
+    may_end.set()
+    await asyncio.gather(*again)
+    tokenizers.use(str(other_dir))
+    assert tokenizers.current.encode("bad") == [101, 100, 103]
+    assert directories == [other_dir]
+
+
+async def test_a_tokenizer_that_could_not_be_read_is_read_again(model_dir, other_dir):
+    text = (other_dir / "tokenizer.json").read_text()
+    (other_dir / "tokenizer.json").write_text(text[:100])
+    tokenizers = Tokenizers(load_tokenizer(model_dir))
+    with pytest.raises(Exception, match="EOF while parsing"):
+        await tokenizers.read(str(other_dir))
+    (other_dir / "tokenizer.json").write_text(text)
+    await tokenizers.read(str(other_dir))
+    assert tokenizers.num_token_ids(str(other_dir)) == 107

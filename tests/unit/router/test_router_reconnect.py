@@ -217,12 +217,13 @@ def link_to(monkeypatch):
     """Makes the link to a scheduler, and the states that it tells; it is lost after 2 s."""
     monkeypatch.setattr(silence, "LOST_AFTER_S", 8 * silence.TICK_S)
 
-    def make(target):
+    def make(target, may_prepare=None):
         states = asyncio.Queue()
 
         class Owner:
-            async def prepare(self, model):
-                pass
+            async def prepare(self, model):  # noqa: ARG002
+                if may_prepare is not None:
+                    await may_prepare.wait()
 
             def check_fit(self, link, model):
                 pass
@@ -267,6 +268,24 @@ async def test_a_scheduler_that_has_no_model_yet_is_waited_for(tmp_path, link_to
         scheduler.asked.clear()
         await scheduler.asked.wait()
     scheduler.knows_model.set()
+    while (state := await states.get()) != "connected":
+        assert "said nothing" not in state
+    assert scheduler.routers.qsize() == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await scheduler.stop()
+
+
+async def test_a_scheduler_whose_model_takes_long_to_prepare_is_not_lost(tmp_path, link_to):
+    scheduler = FakeScheduler(tmp_path / "s")
+    await scheduler.start()
+    may_prepare = asyncio.Event()
+    link, states = link_to(scheduler.target, may_prepare)
+    task = asyncio.create_task(link.run())
+    while scheduler.num_load_calls < 6:  # as above
+        scheduler.asked.clear()
+        await scheduler.asked.wait()
+    may_prepare.set()
     while (state := await states.get()) != "connected":
         assert "said nothing" not in state
     assert scheduler.routers.qsize() == 1
