@@ -73,7 +73,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         del context
         self._worker.check_epoch(request.epoch)
         _check_name(request.name, self._worker.model_id)
-        directory = _directory(request.directory)
+        directory = absolute_directory(request.directory)
         async with self._lock:
             load, steps = self._opened()
             adapter = await asyncio.to_thread(load, request.name, directory)
@@ -159,7 +159,8 @@ def _check_name(name: str, model_id: str) -> None:
         raise InvalidArgumentError("name", f"is {name!r}, which is what requests call the model")
 
 
-def _directory(text: str) -> Path:
+def absolute_directory(text: str) -> Path:
+    """Parse the field `directory` of a request; raises InvalidArgumentError."""
     directory = Path(text)
     if not directory.is_absolute():
         raise InvalidArgumentError("directory", f"is {text!r}; it must be an absolute path")

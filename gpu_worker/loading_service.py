@@ -1,10 +1,10 @@
 """The worker's `LoadingService`: its scheduler has it give the device back, and take it again."""
 
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from gpu_worker.adapter_service import absolute_directory
 from gpu_worker.model_slot import ModelSlot
 from gpu_worker.server import WorkerService
 from quire.v1 import loading_pb2, loading_pb2_grpc
@@ -49,7 +49,8 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         """Take it again, and tell how far that is."""
         name = self._worker.check_claim(request.epoch)
         _check_itself(request.worker)
-        load = self._slot.begin_load(_directory(request.directory))
+        directory = absolute_directory(request.directory) if request.directory else None
+        load = self._slot.begin_load(directory)
         if load is None:
             await context.write(
                 loading_pb2.LoadResponse(worker=name, status="ready", is_done=True, was_loaded=True)
@@ -70,12 +71,3 @@ def _check_itself(worker: str) -> None:
         raise InvalidArgumentError(
             "worker", f"is {worker!r}; asked of a worker, which has one model, it must be empty"
         )
-
-
-def _directory(text: str) -> Path | None:
-    if not text:
-        return None
-    directory = Path(text)
-    if not directory.is_absolute():
-        raise InvalidArgumentError("directory", f"is {text!r}; it must be an absolute path")
-    return directory

@@ -21,6 +21,7 @@ from rpc.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from rpc.finishing import retrieve
 from rpc.health import Health
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class ModelSlot:
             )
         load = self._loading = OngoingLoad(directory)
         load.task = asyncio.create_task(self._load_again(load), name="load of a model")
-        load.task.add_done_callback(_retrieve)
+        load.task.add_done_callback(retrieve)
         return load
 
     async def unload(self) -> bool:
@@ -160,7 +161,7 @@ class ModelSlot:
         was_loaded = self._model is not None
         if was_loaded and not self._is_unloading:
             self._unloading = asyncio.create_task(self._unload(), name="unloading of the model")
-            self._unloading.add_done_callback(_retrieve)
+            self._unloading.add_done_callback(retrieve)
         if self._unloading is not None:
             await asyncio.shield(self._unloading)
         return was_loaded
@@ -307,8 +308,3 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
-
-
-def _retrieve(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled():
-        task.exception()  # else asyncio complains if nobody waits for it any more

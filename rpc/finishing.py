@@ -13,11 +13,17 @@ class Finishing:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._tasks)
+
     async def finish(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Give what comes of it; who is cancelled meanwhile leaves it to itself."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(retrieve)
         return await asyncio.shield(task)
 
     def stop(self) -> None:
@@ -25,7 +31,8 @@ class Finishing:
         for task in self._tasks:
             task.cancel()
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # else asyncio complains if nobody waits for it any more
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at how a task ended, else asyncio complains if nobody waits for it any more."""
+    if not task.cancelled():
+        task.exception()

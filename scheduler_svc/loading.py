@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from rpc.errors import QuireError, UnavailableError, UnimplementedError
+from rpc.finishing import retrieve
 from rpc.merging import merged
 from scheduler_svc.adapters import said_by
 from scheduler_svc.drainer import Drainer
@@ -75,7 +76,7 @@ class Loading:
                 session.leave()  # all, before one is emptied: not into another that goes
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
-            task.add_done_callback(_retrieve)
+            task.add_done_callback(retrieve)
             self._unloads[engine.target] = task
         tasks = [self._unloads[engine.target] for engine in engines]
         ends = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
@@ -182,8 +183,3 @@ async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str
 
 def _not_attached(engine: Engine) -> UnavailableError:
     return UnavailableError(f"worker {engine.target} is not attached: {engine.loss}")
-
-
-def _retrieve(task: asyncio.Task[bool]) -> None:
-    if not task.cancelled():
-        task.exception()  # else asyncio complains if nobody waits for it any more

@@ -22,6 +22,7 @@ from rpc.errors import (
     QuireError,
     UnavailableError,
 )
+from rpc.finishing import Finishing
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.migration import Export, Import, LiveRequest
@@ -59,7 +60,7 @@ class Migrator:
         """`migrations` counts by source, target and end."""
         self._roster = roster
         self._migrations = migrations
-        self._moves: set[asyncio.Task[Migration]] = set()
+        self._moves = Finishing()
 
     async def migrate(self, request_id: str, worker: str) -> Migration:
         """Move a live request; if the caller goes away meanwhile, it is moved nevertheless.
@@ -90,13 +91,13 @@ class Migrator:
 
     async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
         """Move a request of `source`; else as `migrate`."""
-        return await asyncio.shield(self._start(live, source, target))
+        return await self._moves.finish(self._run(live, source, target))
 
     async def rebalance(self) -> None:
         """Move what waits with its KV on the host to workers with room, until cancelled."""
         while True:
             await asyncio.sleep(_REBALANCE_S)
-            if not self._moves and (choice := self._find_imbalance()) is not None:
+            if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
                 try:
                     await self.move(*choice)
                 except QuireError:  # it is in the log
@@ -104,21 +105,9 @@ class Migrator:
 
     def stop(self) -> None:
         """Give up what is under way; the sessions end."""
-        for task in self._moves:
-            task.cancel()
+        self._moves.stop()
 
     # --- one move -------------------------------------------------------------------------------
-
-    def _start(self, live: LiveRequest, source: Engine, target: Engine) -> asyncio.Task[Migration]:
-        task = asyncio.create_task(self._run(live, source, target))
-        self._moves.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Migration]) -> None:
-        self._moves.discard(task)
-        if not task.cancelled():
-            task.exception()  # else asyncio complains if nobody waits for it any more
 
     async def _run(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
         """Move a request, and say in log and metrics how that went."""

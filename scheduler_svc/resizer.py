@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
+from rpc.finishing import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
 from scheduler_svc.roster import Roster
 from scheduler_svc.session import Session
@@ -128,7 +129,7 @@ class Resizer:
                 f"worker {worker} is being resized already, to {other.progress().num_blocks} blocks"
             )
         resize = self._resizes[worker] = OngoingResize(worker, session, num_blocks)
-        resize.task.add_done_callback(_retrieve)
+        resize.task.add_done_callback(retrieve)
         return resize
 
     def stop(self) -> None:
@@ -167,8 +168,3 @@ def _refusals() -> Iterator[None]:
         yield
     except ResizeRefusedError as error:
         raise FailedPreconditionError(str(error)) from None
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()  # else asyncio complains if nobody waits for it any more

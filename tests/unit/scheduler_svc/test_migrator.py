@@ -238,7 +238,7 @@ async def test_caller_that_goes_away_does_not_stop_the_move(migrator, a, b):
     with pytest.raises(asyncio.CancelledError):
         await moving
     b.may_pull.set()
-    await asyncio.gather(*migrator._moves)
+    await asyncio.gather(*migrator._moves._tasks)
     assert not list(a.core._live)
     finish(a, b)
 
@@ -311,7 +311,7 @@ class TestImbalance:
         live, source, target = migrator._find_imbalance()
         assert (source.session, target.session) == (a, b)
         assert live.first_seq_key == a.core.first_swapped().first_seq_key
-        await migrator._start(live, source, target)
+        await migrator.move(live, source, target)
         finish(a, b)
 
     @pytest.mark.parametrize("which", [0, 1])
