@@ -14,7 +14,7 @@ as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
 
 install_or_unpack() {
-  "${as_root[@]}" apt-get "${options[@]}" update || return
+  "${as_root[@]}" apt-get "${options[@]}" update || [ -n "$folder" ] || return # what is known may do
   if [ -z "$folder" ]; then
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
       apt-get "${options[@]}" install -y --no-install-recommends "$@"
