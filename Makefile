@@ -4,6 +4,9 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Where observe-test unpacks what Debian has and the machine has not.
+UNPACKED := build/debian
+export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
 .PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench chaos
 
@@ -41,12 +44,14 @@ public-clients-test: setup
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
 	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python $(BIN)/pytest -m public_clients tests/e2e
 
-# The web page in a browser; skipped, by name, where there is no Chromium.
+# The web page in a browser; skipped, by name, where there is no Chromium and none can be installed.
 ui-test: setup
+	$(BIN)/python -m docs.generate.browser || tests/debian_packages.sh ui chromium
 	$(BIN)/pytest -m browser -rs tests/browser
 
-# A real Prometheus scrapes a live service; skipped by name where there is none.
+# A real Prometheus scrapes a live service; skipped by name where there is none and none can be had.
 observe-test: setup
+	command -v prometheus || tests/debian_packages.sh --into $(UNPACKED) observe prometheus
 	$(BIN)/pytest -m 'observe or not observe' -rs tests/observe
 
 lint: setup

@@ -122,7 +122,11 @@ async def _run_scheduler(
 
     registry.register(LoadCollector(roster.loads, roster.unloaded))
     registry.register(SpaceCollector(roster.spaces))
-    registry.register(QueueCollector(roster.queued_by_tenant, roster.oldest_step_ages_s))
+    registry.register(
+        QueueCollector(
+            roster.queued_by_tenant, roster.oldest_step_ages_s, lambda: fleet.num_unplaced_seqs
+        )
+    )
     health.add_liveness("steps", fleet.describe_stall)
     queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
     resizer = Resizer(roster)

@@ -18,10 +18,15 @@ class QueueCollector(Collector):
         self,
         queued_by_tenant: Callable[[], Counter[str]],
         oldest_step_ages_s: Callable[[], Mapping[str, float]],
+        num_unplaced: Callable[[], int],
     ) -> None:
-        """The first counts sequences at all workers; the second is by attached worker."""
+        """The first counts sequences at all workers, the last those at none.
+
+        The second is by attached worker.
+        """
         self._queued_by_tenant = queued_by_tenant
         self._oldest_step_ages_s = oldest_step_ages_s
+        self._num_unplaced = num_unplaced
 
     def collect(self) -> Iterable[Metric]:
         """Yield one family for each metric."""
@@ -46,3 +51,8 @@ class QueueCollector(Collector):
         for worker, age_s in self._oldest_step_ages_s().items():
             ages.add_metric([worker], age_s)
         yield ages
+        yield GaugeMetricFamily(
+            "quire_num_requests_unplaced",
+            "Sequences that wait for a worker to be attached, or to have its model loaded.",
+            self._num_unplaced(),
+        )

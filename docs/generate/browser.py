@@ -1,7 +1,11 @@
-"""Opens the web page in a Chromium of this machine, without a window; downloads none."""
+"""Opens the web page in a Chromium of this machine, without a window; downloads none.
+
+Run as a program it only says which one, and fails if there is none.
+"""
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -27,3 +31,9 @@ def open_browser(path: str) -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+if __name__ == "__main__":
+    found = find_browser()
+    print(found or "there is no Chromium")
+    sys.exit(found is None)

@@ -70,7 +70,7 @@ def _of_scheduler() -> list[Row]:
     collectors: list[Collector] = [
         LoadCollector(dict, tuple),
         SpaceCollector(dict),
-        QueueCollector(Counter, dict),
+        QueueCollector(Counter, dict, int),
     ]
     for collector in collectors:
         for family in collector.collect():

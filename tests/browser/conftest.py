@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from docs.generate.browser import find_browser, open_browser
 from tests.e2e.service import Service
@@ -13,6 +13,8 @@ from tests.models_fixture import ModelDirs
 _HERE = Path(__file__).parent
 
 OPERATOR, ALICE = "sk-operator", "sk-alice"
+
+expect.set_options(timeout=20_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,7 +54,7 @@ def locked(browser: Browser, service: Service, problems: list[str]) -> Iterator[
     """The page before anybody has given it a key."""
     context = browser.new_context(viewport={"width": 1200, "height": 1000})
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(20_000)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on(
         "console",

@@ -7,12 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire.cli.__main__ import main as quire
 from quire.v1 import inference_pb2
 from tests.e2e.child import eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.references import greedy_tokens
-from tests.e2e.test_fleet import TwoWorkers
+from tests.e2e.two_workers import TwoWorkers
 from tests.models_fixture import ModelDirs
 
 NUM_TOKENS = 150
@@ -54,10 +53,6 @@ def _start(service: TwoWorkers, pool: ThreadPoolExecutor) -> list["Future[Result
     ]
 
 
-def _run(service: TwoWorkers, *argv: str) -> int:
-    return quire([*argv, "--scheduler", f"unix:{service.uds['scheduler']}"])
-
-
 def _wait_until_tokens_come(service: TwoWorkers) -> None:
     before = service.metrics(service.router)["quire_generation_tokens_total"]
 
@@ -75,7 +70,7 @@ def test_what_runs_goes_on_at_the_other_worker(
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         results = _start(service, pool)
         _wait_until_tokens_come(service)
-        assert _run(service, "unload", first) == 0
+        assert service.run("unload", first) == 0
         assert f"{first} is unloaded" in capsys.readouterr().out
         assert [each.result().outputs for each in results] == expected
     load = service.load()
@@ -83,7 +78,7 @@ def test_what_runs_goes_on_at_the_other_worker(
     assert service.metrics(service.worker)["quire_worker_unloaded"] == 1
     status, body = service.get_json(service.worker, "/ready")
     assert (status, body["status"]) == (200, "ready, but its model is unloaded")
-    assert _run(service, "load") == 0
+    assert service.run("load") == 0
     told = capsys.readouterr().out
     assert f"{first} is loaded" in told
     assert f"{second} was loaded already" in told
@@ -97,11 +92,11 @@ def test_what_no_worker_is_left_for_waits_and_loses_nothing(
         results = _start(service, pool)
         _wait_until_tokens_come(service)
         before = service.worker.rss_bytes()
-        assert _run(service, "unload") == 0
+        assert service.run("unload") == 0
         without = service.worker.rss_bytes()
         load = service.load()
         have_ended = [each.done() for each in results]
-        assert _run(service, "load") == 0  # before anything fails: they wait
+        assert service.run("load") == 0  # before anything fails: they wait
         assert [each.result().outputs for each in results] == expected
     assert (load.num_workers, load.num_unloaded_workers) == (0, 2)
     assert load.num_requests_waiting == len(PROMPTS)
@@ -135,19 +130,19 @@ def test_they_come_back_with_another_model(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_ending, service)
         eventually(lambda: service.load().num_requests_running or None, "it runs")
-        assert _run(service, "unload") == 0
-        assert _run(service, "load", "--model", str(model.parent)) == 1
+        assert service.run("unload") == 0
+        assert service.run("load", "--model", str(model.parent)) == 1
         assert "config.json" in capsys.readouterr().err
         assert service.load().num_unloaded_workers == 2
-        assert _run(service, "load", "--model", str(other)) == 0
+        assert service.run("load", "--model", str(other)) == 0
         assert "another model" in waiting.result()
     eventually(lambda: _listed(service) == [other.name] or None, "the other one is listed")
     assert _outputs(service, other.name) == greedy_tokens(other, [PROMPTS[0]], NUM_TOKENS)
     with pytest.raises(grpc.RpcError, match=f"model {model.name!r} is not served"):
         _outputs(service, model.name)
 
-    assert _run(service, "unload") == 0
-    assert _run(service, "load", "--model", str(model)) == 0
+    assert service.run("unload") == 0
+    assert service.run("load", "--model", str(model)) == 0
     eventually(lambda: _listed(service) == [model.name] or None, "the first one is listed")
     assert _outputs(service, model.name) == expected[0]
 

@@ -77,7 +77,7 @@ def test_every_span_is_explained():
         assert f"`{name}`" in page
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: `make observe-test` fetches it")
 def test_prometheus_takes_the_rules_and_they_fire():
     assert PROMTOOL is not None
     for arguments in (["check", "rules", RULES], ["test", "rules", ALERT_TESTS]):

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from docs.generate import metrics
+from quire.cli.__main__ import main as quire
 from quire.cli.layout import SHIPPED_MODEL
 from tests.e2e.child import eventually
 from tests.e2e.generation import generate_request, read
 from tests.e2e.service import Service
-from tests.observe.expressions import alerts, of_dashboard
+from tests.observe.expressions import alerts, metrics_in, of_dashboard
 from tests.observe.prometheus import PROMETHEUS, Prometheus
 
 pytestmark = pytest.mark.skipif(
-    PROMETHEUS is None, reason="no prometheus: apt-get install prometheus"
+    PROMETHEUS is None, reason="no prometheus, and `make observe-test` could not have it"
 )
 
 SILENT = {
@@ -92,6 +93,25 @@ def test_nothing_is_scraped_that_the_reference_does_not_name(loaded: Prometheus)
         for suffix in ("_bucket", "_sum", "_count", "_created"):
             base = base.removesuffix(suffix)
         assert {name, base, f"{base}_total"} & kinds.keys(), name
+
+
+def test_every_metric_that_alerts_ask_for_is_scraped(loaded: Prometheus):
+    names = set(loaded.get("label/__name__/values"))
+    asked = set().union(*(metrics_in(rule["expr"]) for rule in alerts().values()))
+    assert asked - names == {"quire_requests_refused_total"}, "of codes that were never given"
+
+
+def test_unloaded_worker_is_told_of_by_who_waits_for_it(loaded: Prometheus, shown, service):
+    assert shown
+    scheduler = ("--scheduler", f"unix:{service.uds['scheduler']}")
+    assert quire(["unload", *scheduler]) == 0
+    stream = service.stub.Generate(generate_request([5, 6, 7], max_tokens=3, ignore_eos=True))
+    loaded.wait_for('ALERTS{alertname="QuireNoWorker",alertstate="pending"}')
+    loaded.wait_for('absent(ALERTS{alertname="QuireWorkerLost"})')
+    assert quire(["load", *scheduler]) == 0
+    assert len(read(stream).outputs[0]) == 3
+    loaded.wait_for("quire_worker_attached == 1", 60)
+    loaded.wait_for('absent(ALERTS{alertname="QuireNoWorker"})')
 
 
 def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: Service):

@@ -28,10 +28,8 @@ byId("key-form").addEventListener("submit", (event) => {
 document.addEventListener("visibilitychange", () => wake());
 
 async function showFrame() {
-  if (!byId("model").textContent) {
-    const { data } = await get("v1/models");
-    byId("model").textContent = data.map((model) => model.id).join(", ");
-  }
+  const { data } = await get("v1/models"); // workers may come back with another, and adapters come and go
+  byId("model").textContent = data.map((model) => model.id).join(", ");
   if (!byId("service").hidden) await showService();
 }
 

@@ -13,8 +13,12 @@ const COLUMNS = [
 ];
 
 let attachedAt = 0;
+let chosen = ""; // a worker, which may be gone for a while
 
-byId("worker").addEventListener("change", clearSteps);
+byId("worker").addEventListener("change", () => {
+  chosen = byId("worker").value;
+  clearSteps();
+});
 byId("sequences").addEventListener("pointerover", (event) => {
   const row = event.target.closest("tr");
   highlight(row ? Number(row.dataset.seq) : null);
@@ -24,42 +28,54 @@ byId("sequences").addEventListener("pointerleave", () => highlight(null));
 /** Shows one frame. */
 export async function showService() {
   showLoad(await get("ui/api/load"));
-  const note = byId("map-note");
   try {
-    note.textContent = await showWorkers();
-    note.hidden = !note.textContent;
+    note(...(await showWorkers()));
   } catch (error) {
     // Tenants may not see others' blocks, but everything else.
     if (!(error instanceof ApiError) || error.status !== 403) throw error;
-    note.textContent = error.message;
-    note.hidden = false;
+    note(error.message, "bad");
   }
 }
 
-/** Gives what there is to note. */
+function note(text, className = "") {
+  byId("map-note").textContent = text;
+  byId("map-note").className = className;
+  byId("map-note").hidden = !text;
+}
+
+/** Shows the worker that is chosen; gives what there is to note of it, and how it looks. */
 async function showWorkers() {
   const { workers } = await get("ui/api/activity", { max_steps: 0 });
-  const chosen = chooseWorker(workers.map((each) => each.worker));
-  if (!chosen) return "";
-  if (workers.find((each) => each.worker === chosen).is_unloaded) {
-    return "unloaded: this worker's model has left its device, and what is shown is of before";
+  chosen ||= workers[0]?.worker ?? "";
+  const found = workers.find((each) => each.worker === chosen);
+  offer(found || !chosen ? workers : [...workers, { worker: chosen, is_lost: true }]);
+  if (found && !found.is_unloaded) {
+    await Promise.all([showActivity(chosen), showKv(chosen)]);
+  } else {
+    showNothing();
   }
-  await Promise.all([showActivity(chosen), showKv(chosen)]);
   refreshTooltip();
-  return "";
+  if (found?.is_unloaded) return ["This worker's model is unloaded, and its device free: “quire load” brings it back."];
+  return found || !chosen ? [""] : ["The scheduler has no connection to this worker.", "bad"];
 }
 
-/** Offers the workers; gives the one that is chosen, if there is any. */
-function chooseWorker(names) {
+/** Lists the workers in an order of their own, which does not change with how they are. */
+function offer(workers) {
   const select = byId("worker");
-  const offered = [...select.options].map((option) => option.value);
-  if (names.join() !== offered.join()) {
-    const before = select.value;
-    select.replaceChildren(...names.map((name) => new Option(shortened(name), name)));
-    if (names.includes(before)) select.value = before;
-    else clearSteps();
-  }
-  return select.value;
+  const label = ({ worker, is_unloaded, is_lost }) =>
+    shortened(worker) + (is_unloaded ? " (unloaded)" : is_lost ? " (not attached)" : "");
+  const options = workers.map((each) => new Option(label(each), each.worker));
+  options.sort((a, b) => a.value.localeCompare(b.value, "en", { numeric: true }));
+  const told = (all) => all.map((option) => option.text + option.value).join();
+  if (told(options) !== told([...select.options])) select.replaceChildren(...options);
+  select.value = chosen;
+}
+
+function showNothing() {
+  clearSteps();
+  byId("preemptions").textContent = "–";
+  showBlocks({ tiers: [], sequences: [] });
+  showSequences({ sequences: [], num_sequences: 0 });
 }
 
 /** Keeps the end of a socket's path: the beginning is the same for all workers of a service. */
@@ -72,7 +88,7 @@ async function showActivity(worker) {
   if (activity.attached_at_s !== attachedAt) clearSteps(); // and some of the new steps with it
   attachedAt = activity.attached_at_s;
   byId("preemptions").textContent = number(activity.num_preemptions);
-  if (worker === byId("worker").value) showSteps(activity.steps);
+  if (worker === chosen) showSteps(activity.steps);
 }
 
 async function showKv(worker) {
@@ -94,7 +110,7 @@ async function showKv(worker) {
     kv.sequences.push(...rows(more.sequences));
     kv.next_seq_id = more.next_seq_id;
   }
-  if (worker !== byId("worker").value) return;
+  if (worker !== chosen) return;
   showBlocks(kv);
   showSequences(kv);
 }
@@ -117,7 +133,7 @@ function showLoad(load) {
   const figures = {
     running: ["running", `${number(load.num_requests_running)}`, `of ${number(load.max_num_seqs)}`],
     waiting: ["waiting", number(load.num_requests_waiting), `${number(load.num_requests_swapped)} swapped`],
-    device: ["device blocks", share(held, load.num_blocks), `held, ${share(load.num_cached_blocks, load.num_blocks)} cached`],
+    device: ["device blocks", share(held, load.num_blocks), load.num_blocks ? `held, ${share(load.num_cached_blocks, load.num_blocks)} cached` : "held"],
     hits: ["prefix cache hits", share(load.num_prefix_cache_hits, load.num_prefix_cache_queries), "of tokens"],
     occupancy: ["token occupancy", share(load.num_slots_written, load.num_slots_held), "of slots"],
     fragmentation: ["fragmentation", share(load.fragmentation, 1), `${number(load.num_moved_blocks)} moved`],

@@ -24,6 +24,7 @@ explain(canvas, describe);
 /** Forgets what was shown: another worker, or the same attached anew. */
 export function clearSteps() {
   steps = [];
+  show();
 }
 
 /** The last step known; 0: none. */
@@ -35,6 +36,10 @@ export function showSteps(columns) {
   // By the service's clock, which need not be this machine's; a service at rest stands still.
   if (steps.length) now = steps[steps.length - 1].answered_at_s;
   steps = steps.filter((step) => step.answered_at_s > now - WINDOW_S);
+  show();
+}
+
+function show() {
   byId("rates").textContent = rates();
   draw();
 }

@@ -10,8 +10,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.queue_metrics import MAX_TENANTS, QueueCollector
 
 
-def samples(queued, ages=None):
-    families = QueueCollector(lambda: queued, lambda: ages or {}).collect()
+def samples(queued, ages=None, num_unplaced=0):
+    families = QueueCollector(lambda: queued, lambda: ages or {}, lambda: num_unplaced).collect()
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in families
@@ -26,13 +26,14 @@ def test_tenants_with_most_are_named_and_the_others_are_one():
     assert found[name, "t0"] == 100
     assert (name, f"t{MAX_TENANTS}") not in found
     assert found[name, "other"] == sum(100 - i for i in range(MAX_TENANTS, MAX_TENANTS + 3))
-    assert len(found) == MAX_TENANTS + 1
+    assert len(found) == MAX_TENANTS + 2
 
 
 def test_few_tenants_leave_no_others():
-    assert samples(Counter(a=2), {"w": 0.5}) == {
+    assert samples(Counter(a=2), {"w": 0.5}, 3) == {
         ("quire_num_requests_waiting_by_tenant", "a"): 2,
         ("quire_oldest_step_age_seconds", "w"): 0.5,
+        ("quire_num_requests_unplaced",): 3,
     }
 
 
