@@ -87,9 +87,7 @@ def test_a_map_with_room_for_all_fetches_each_side_of_each_block_once(all_runs, 
 def test_a_large_block_is_several_runs_that_cover_it(all_runs):
     layer = Layer([70], block_size=64, num_kv_heads=5)
     runs = fetched(all_runs, layer, 1000, 0, 1)
-    covered = Counter(
-        byte // 64 for start, size in runs for byte in range(start, start + size, 64)
-    )
+    covered = Counter(byte // 64 for start, size in runs for byte in range(start, start + size, 64))
     expected = {
         byte // 64
         for start in layer.starts([(0, 2)])
