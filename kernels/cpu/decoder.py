@@ -18,8 +18,10 @@ import torch
 
 from kernels.cpu.attention import num_partials
 from kernels.cpu.caches import LayerCaches
+from kernels.cpu.kv_ahead import KvAhead, share_out
 from kernels.cpu.layer_calls import LayerCalls, NativeLayer
 from kernels.cpu.library import Call, Program, native
+from kernels.cpu.linear import PackedLinear
 from kernels.cpu.native_inputs import NativeInputs, StepField
 from kernels.cpu.workspace import NativeShape, Workspace
 
@@ -125,17 +127,30 @@ class NativeDecoder:
             wanted = Workspace.of(shape, num_wanted, memory[num_works * num_elements :])
         partials = tuple(f"partials_{i}" for i in range(num_works if size.has_partials else 0))
         layer_calls = LayerCalls(self._library, shape, self._cos_sin)
+        ends = [works[i % num_works] for i in range(len(self._layers))]
+        if wanted is not None:
+            ends[-1] = wanted
+        attentions = [
+            layer_calls.attend(
+                layer, caches, end, partials[i % num_works] if partials else None,
+                of_wanted=end is wanted,
+            )
+            for i, (layer, caches, end) in enumerate(
+                zip(self._layers, self._caches, ends, strict=True)
+            )
+        ]  # fmt: skip
+        aheads = self._aheads(attentions)
 
         calls: list[Call] = []
         firsts: list[int] = []  # of each layer's calls
         before: Workspace | None = None
         for i, (layer, caches) in enumerate(zip(self._layers, self._caches, strict=True)):
-            work = works[i % num_works]
             firsts.append(len(calls))
-            ends_in = wanted if i == len(self._layers) - 1 else None
-            partial = partials[i % num_works] if partials else None
-            calls += layer_calls.of(i, layer, caches, before, work, partial, ends_in)
-            before = work if ends_in is None else ends_in
+            calls += layer_calls.of(
+                i, layer, caches, before, works[i % num_works], attentions[i], aheads[i],
+                wanted if ends[i] is wanted else None,
+            )  # fmt: skip
+            before = ends[i]
         assert before is not None, "a decoder has at least one layer"
         total = torch.empty_like(before.output)
         if len(total):
@@ -152,6 +167,28 @@ class NativeDecoder:
             default=len(calls) + 1,
         )
         return _Step(Program(self._library, calls, num_apart), partials, (memory, total))
+
+    def _aheads(self, attentions: Sequence[Sequence[Call]]) -> list[dict[str, KvAhead]]:
+        """What each layer's maps fetch for later, given each layer's attention."""
+        aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
+        for i, attention in enumerate(attentions):
+            if not attention:
+                continue
+            maps = {}
+            if i > 0:
+                before = self._layers[i - 1]
+                maps[i - 1, "attention_output"] = before.attention_output
+                maps[i - 1, "gate_up"] = before.gate_up
+                maps[i - 1, "down"] = before.down
+            maps[i, "qkv"] = self._layers[i].qkv
+            packed = {
+                place: (linear.num_in, linear.num_out)
+                for place, linear in maps.items()
+                if isinstance(linear, PackedLinear)
+            }
+            for (layer, name), ahead in share_out(attention[0], packed).items():
+                aheads[layer][name] = ahead
+        return aheads
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
         """bfloat16, at least so many: programs share it, as no two run at once.

@@ -5,13 +5,14 @@ heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B`
 size, `M` blocks of the longest block table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from kernels.cpu.caches import LayerCaches, address, kv_format, scale_strides
+from kernels.cpu.kv_ahead import KvAhead
 from kernels.cpu.library import DTYPES, Call, Field, Library
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.low_rank import MAPS, low_rank_calls
@@ -81,14 +82,16 @@ class LayerCalls:
         caches: LayerCaches,
         before: Workspace | None,
         work: Workspace,
-        partials: str | None,
+        attention: Sequence[Call],
+        ahead: Mapping[str, KvAhead],
         wanted: Workspace | None = None,
     ) -> Iterator[Call]:
         """The calls of layer `index`, from what the one `before` wrote (None: the first) to `work`.
 
-        `partials` names where attention's partial results go; None: there are none. Of the last
-        layer `wanted` is where it ends if not all tokens' final hidden states are wanted: all are
-        stored, and what comes after that is for these alone.
+        `attention` are those among them that `attend` gives; `ahead` is what its maps fetch for
+        later, by their names in MAPS. Of the last layer `wanted` is where it ends if not all
+        tokens' final hidden states are wanted: all are stored, and what comes after that is for
+        these alone.
         """
         rows = _ALL
         residual: Field = StepField.HIDDEN
@@ -99,7 +102,7 @@ class LayerCalls:
             yield self.add_norm(
                 before, residual, layer.input_norm, work.normed.data_ptr(), rows.num
             )
-        maps = _Maps(self._library, index, work, rows)
+        maps = _Maps(self._library, index, work, rows, ahead)
         yield from maps.calls("qkv", layer.qkv, work.normed, work.qkv.flatten(1))
         yield from self._store(layer, caches, work)
         if wanted is not None:
@@ -109,8 +112,8 @@ class LayerCalls:
             yield self._gather(work.query.data_ptr(), wanted.query.flatten(1))
             yield self._gather(residual, wanted.residual, joins=True)
             residual, work = wanted.residual.data_ptr(), wanted
-            maps = _Maps(self._library, index, work, rows)
-        yield from self._attend(layer, caches, work, partials, rows)
+            maps = _Maps(self._library, index, work, rows, ahead)
+        yield from attention
         yield from maps.calls(
             "attention_output", layer.attention_output, work.attended, work.attention_output
         )
@@ -186,16 +189,22 @@ class LayerCalls:
         fields = store_fields(work.key, value, caches, str(num_tokens), str(StepField.SLOT_MAPPING))
         yield Call(library.store_kv, fields, joins=True)
 
-    def _attend(
+    def attend(
         self,
         layer: NativeLayer,
         caches: LayerCaches,
         work: Workspace,
         partials: str | None,
-        rows: _Rows,
-    ) -> Iterator[Call]:
-        """From `work.query` to `work.attended`."""
-        library = self._library
+        *,
+        of_wanted: bool,
+    ) -> tuple[Call, ...]:
+        """From `work.query` to `work.attended`: of all tokens or the wanted ones.
+
+        `partials` names where partial results go; None: there are none.
+        """
+        if not len(work.query):
+            return ()
+        library, rows = self._library, _WANTED if of_wanted else _ALL
         keys, values = caches.keys, caches.values
         _, num_heads, head_dim = work.query.shape
         fields: tuple[Field, ...] = (
@@ -209,9 +218,8 @@ class LayerCalls:
             *scale_strides(caches.key_scales), *scale_strides(caches.value_scales),
             StepField.TABLE_STRIDE, head_dim**-0.5, 0.0,
         )  # fmt: skip
-        yield Call(library.attention, fields)
-        if partials is not None:
-            yield Call(library.merge_splits, fields)
+        attention = Call(library.attention, fields)
+        return (attention,) if partials is None else (attention, Call(library.merge_splits, fields))
 
     def _gate(self, layer: NativeLayer, work: Workspace, maps: "_Maps") -> Iterator[Call]:
         """From `work.mlp_normed` to `work.gated`."""
@@ -233,6 +241,7 @@ class _Maps:
     layer: int
     work: Workspace
     rows: _Rows
+    ahead: Mapping[str, KvAhead]
 
     def calls(
         self,
@@ -243,7 +252,7 @@ class _Maps:
     ) -> Iterator[Call]:
         """From `x` to `out`, with what adapters add if there are any."""
         if name not in self.work.adapted:
-            yield linear.call(x, out, self.rows.num)
+            yield self._alone(name, linear, x, out)
             return
         yield from self._adapted(name, linear, x, out, is_gated=False)
 
@@ -257,7 +266,7 @@ class _Maps:
         """As `calls`, but the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`."""
         if name not in self.work.adapted:
             assert isinstance(linear, PackedLinear), "the shape says that all layers can"
-            yield linear.call_gated(x, out, self.rows.num)
+            yield linear.call_gated(x, out, self.rows.num, self.ahead.get(name))
             return
         yield from self._adapted(name, linear, x, out, is_gated=True)
 
@@ -265,8 +274,13 @@ class _Maps:
         self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool
     ) -> Iterator[Call]:
         alone, ranks = self.work.adapted[name].alone, self.work.adapted[name].ranks
-        yield linear.call(x, alone, self.rows.num)
+        yield self._alone(name, linear, x, alone)
         place = self.layer * len(MAPS) + MAPS.index(name)
         yield from low_rank_calls(
             self.library, self.rows.adapters, place, x, alone, ranks, out, is_gated=is_gated
         )
+
+    def _alone(self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor) -> Call:
+        if isinstance(linear, PackedLinear):
+            return linear.call(x, out, self.rows.num, self.ahead.get(name))
+        return linear.call(x, out, self.rows.num)

@@ -20,8 +20,9 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """As C knows what a quantized cache holds; 0 is the dtype of the model."""
 
-Field: TypeAlias = float | str
-"""Of a kernel's structure: a number, or the name of one that is given for each run."""
+Field: TypeAlias = "float | str | Call"
+"""Of a kernel's structure: a number, the name of one that is given for each run, or a call of the
+same program, for the address of its structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -73,6 +74,7 @@ class Program:
 
         Raises:
             ValueError: More than `num_apart` calls join one another: they would wait for ever.
+            KeyError: A field is a call that is none of these.
         """
         num_joined = 0
         for call in calls:
@@ -85,18 +87,24 @@ class Program:
         self._run = library.run
         packed, starts, num_fields = [], [], 0
         places: defaultdict[str, list[int]] = defaultdict(list)
+        of_calls: list[tuple[int, Call]] = []
         for call in calls:
             starts.append(num_fields)
             for place, field in enumerate(call.fields, num_fields):
                 if isinstance(field, str):
                     places[field].append(place)
-            numbers = (0 if isinstance(field, str) else field for field in call.fields)
+                elif isinstance(field, Call):
+                    of_calls.append((place, field))
+            numbers = (0 if isinstance(field, str | Call) else field for field in call.fields)
             packed.append(call.kernel.pack(*numbers))
             num_fields += len(call.fields)
         self._fields = np.frombuffer(bytearray(b"".join(packed)), dtype=np.int64)
         self._places = {name: np.array(where) for name, where in places.items()}
         self._given = dict.fromkeys(places, 0)
         address = self._fields.ctypes.data
+        start_of = {id(call): start for call, start in zip(calls, starts, strict=True)}
+        for place, named in of_calls:
+            self._fields[place] = address + start_of[id(named)] * _FIELD_BYTES
         table = b"".join(
             struct.pack(
                 "@PPPq",
@@ -136,7 +144,7 @@ class Library:
         self.attention = Kernel(library, "attention", "9q11P15q2d")
         self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
         """The second half of `attention`, by the same fields, where there are partial results."""
-        self.linear = Kernel(library, "linear", "3q4P4q")
+        self.linear = Kernel(library, "linear", "3q4P4qP2q")
         self.low_rank_down = Kernel(library, "low_rank_down", "P2q2P2q")
         self.low_rank_up = Kernel(library, "low_rank_up", "P2q3P4q")
         """After `low_rank_down`: the second half of what adapters add, to where it is wanted."""

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
+from kernels.cpu.kv_ahead import NO_FIELDS, KvAhead
 from kernels.cpu.library import DTYPES, Call, Field, Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
@@ -54,6 +55,11 @@ class PackedLinear:
     _num_out: int
 
     @property
+    def num_in(self) -> int:
+        """K."""
+        return self._panels.shape[1] * 2
+
+    @property
     def num_out(self) -> int:
         """N."""
         return self._num_out
@@ -74,29 +80,44 @@ class PackedLinear:
         num_in = self._panels.shape[1] * 2
         check_tensor("x", x, (x.shape[0], num_in), torch.bfloat16, self._panels)
         out = x.new_empty((x.shape[0], self._num_out), dtype=dtype)
-        self._library.linear(*self._fields(x, out, is_gated=False))
+        self._library.linear(*self._fields(x, out, is_gated=False), *NO_FIELDS)
         return out
 
-    def call(self, x: torch.Tensor, out: torch.Tensor, num_rows: Field) -> Call:
+    def call(
+        self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead | None = None
+    ) -> Call:
         """The call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
 
-        Both are bfloat16; rows may lie apart.
+        Both are bfloat16; rows may lie apart. `ahead` is what it fetches for later.
         """
-        fields = self._fields(x, out, is_gated=False)
-        return Call(self._library.linear, (num_rows, *fields[1:]))
+        return self._call(x, out, num_rows, ahead, is_gated=False)
 
     @property
     def can_gate(self) -> bool:
         """Whether `call_gated` can be called: no panel has both gates and what they are for."""
         return self._num_out % (2 * _PANEL) == 0
 
-    def call_gated(self, x: torch.Tensor, out: torch.Tensor, num_rows: Field) -> Call:
+    def call_gated(
+        self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead | None = None
+    ) -> Call:
         """The call that maps `x` to `silu(gate) * up` `[T, N / 2]`, if `[gate, up]` is the map's.
 
         Rounded where `call` and `silu_mul` round.
         """
-        fields = self._fields(x, out, is_gated=True)
-        return Call(self._library.linear, (num_rows, *fields[1:]))
+        return self._call(x, out, num_rows, ahead, is_gated=True)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        num_rows: Field,
+        ahead: KvAhead | None,
+        *,
+        is_gated: bool,
+    ) -> Call:
+        fields = self._fields(x, out, is_gated=is_gated)
+        next_fields = NO_FIELDS if ahead is None else ahead.fields
+        return Call(self._library.linear, (num_rows, *fields[1:], *next_fields))
 
     def _fields(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> tuple[int, ...]:
         return (

@@ -1,6 +1,7 @@
 """What runs the calls of a program: all shares, in the order of the calls, whoever is late."""
 
 import ctypes
+import struct
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class FakeKernel:
 
     share: object
     count: object
+    fields: str = ""
 
     @property
     def share_address(self):
@@ -32,9 +34,8 @@ class FakeKernel:
     def count_address(self):
         return ctypes.cast(self.count, ctypes.c_void_p).value
 
-    @staticmethod
-    def pack():
-        return b""
+    def pack(self, *fields):
+        return struct.pack(f"@{self.fields}", *fields)
 
 
 def call(num_shares, do_share, joins=False):
@@ -126,6 +127,25 @@ def test_a_program_runs_again():
     for _ in range(20):
         program()
     assert all(times >= 20 for times in count.values())
+
+
+def test_a_field_that_is_a_call_is_the_address_of_that_calls_structure():
+    seen = {}
+
+    def kernel(name):
+        def note(args, _share, _num_shares):
+            seen[name] = args, ctypes.cast(args, ctypes.POINTER(ctypes.c_void_p))[0]
+
+        return FakeKernel(_SHARE(note), _COUNT(lambda _args: 1), "P")
+
+    pointed_at = Call(kernel("pointed at"), (7,))
+    calls = [Call(kernel("before"), (pointed_at,)), pointed_at]
+    Program(native(), [*calls, Call(kernel("after"), (pointed_at,))], 1)()
+    address, number = seen["pointed at"]
+    assert number == 7
+    assert seen["before"][1] == seen["after"][1] == address
+    with pytest.raises(KeyError):
+        Program(native(), calls[:1], 1)
 
 
 def test_more_joined_calls_than_are_apart_are_refused():

@@ -66,6 +66,13 @@ struct kv_tile {
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
+/* The first position that a token sees, down to a tile's start. */
+INLINE int64_t first_seen(const struct attention *a, int64_t position)
+{
+    int64_t first = a->window ? max64(0, position - a->window + 1) : 0;
+    return first / COLUMNS * COLUMNS;
+}
+
 /* Where the positions of a sequence lie in one head's caches, one after the other. */
 struct slots {
     const struct attention *a;

@@ -21,13 +21,6 @@ INLINE int64_t query_start(const struct attention *a, int64_t seq)
     return a->query_start_loc ? a->query_start_loc[seq] : seq;
 }
 
-/* The first position that a token sees, down to a tile's start. */
-INLINE int64_t first_seen(const struct attention *a, int64_t position)
-{
-    int64_t first = a->window ? max64(0, position - a->window + 1) : 0;
-    return first / COLUMNS * COLUMNS;
-}
-
 /* How many splits a sequence's lone token looks back over; several tokens are not split. */
 INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
 {

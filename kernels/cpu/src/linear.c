@@ -3,9 +3,8 @@
  * Packed, a weight [N, K] is [ceil(N / 32)][K / 2][32] pairs (k, k + 1) of bf16: what a thread
  * reads is contiguous. The sums are fp32, each over k in ascending order whatever the number of
  * rows, so a row's result does not depend on its company. */
+#include "kv_ahead.h"
 #include "thread_memory.h"
-#include "threads.h"
-#include "tile.h"
 
 enum {
     CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
@@ -25,6 +24,7 @@ struct linear {
     int64_t out_type; /* F32: rounded to bf16 all the same */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
+    struct kv_part next; /* what it asks of memory meanwhile */
 };
 
 INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
@@ -52,9 +52,10 @@ INLINE void finish_row(dtype out_type, const struct linear *a, int64_t row, int6
     }
 }
 
-/* Rows [row, end), at most CACHED_ROWS, of `panel`; x is at `rows`. */
+/* Rows [row, end), at most CACHED_ROWS, of `panel`; x is at `rows`. Their first tile fetches the
+ * panel, the others what is needed next. */
 static void multiply_panel(const struct linear *a, int64_t row, int64_t end, const char *rows,
-                           int64_t row_bytes, int64_t panel)
+                           int64_t row_bytes, int64_t panel, struct kv_ahead *next)
 {
     float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
     int64_t num_parts = a->is_gated ? 2 : 1, num_panels = ceil_div(a->num_out, PANEL);
@@ -65,11 +66,15 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
         int n = (int)min64(height, end - r);
         for (int64_t part = 0; part < num_parts; part++) {
             const uint32_t *weight = a->weight + (panel + part * num_panels) * steps * PANEL;
+            const char *later[MAX_RUNS];
+            bool is_later = r > row && next_runs(next, ceil_div(steps, RUN_STEPS), later);
             product(PAIRS, n, PANEL,
                     (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
                                      .b = (const char *)weight, .ldb = PANEL, .steps = steps,
                                      .c = sums[part], .ldc = PANEL, .fresh = true,
-                                     .ahead_bytes = r > row ? 0 : ahead_bytes});
+                                     .ahead_bytes = r > row ? 0 : ahead_bytes,
+                                     .later = is_later ? later : NULL,
+                                     .later_bytes = ceil_div(next->run_bytes, RUN_STEPS)});
         }
         for (int i = 0; i < n; i++) {
             const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;
@@ -119,6 +124,9 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
     int64_t last = share_start(num_parts * num_panels, share + 1, num_shares);
     int64_t copy_bytes = a->num_in * 2 + 64;
     char *copy = needs_copy(a) ? thread_memory(CACHED_ROWS * copy_bytes) : NULL;
+    int64_t num_tiles = ceil_div(a->num_rows, TILE_ROWS);
+    struct kv_ahead next =
+        kv_ahead_of(&a->next, max64(0, num_tiles - num_parts), share, num_shares);
     while (unit < last) {
         int64_t part = unit / num_panels;
         int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
@@ -134,7 +142,7 @@ void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
                 bytes = copy_bytes;
             }
             for (int64_t p = panel; p < panel_end; p++)
-                multiply_panel(a, row, row + n, rows, bytes, p);
+                multiply_panel(a, row, row + n, rows, bytes, p, &next);
         }
     }
 }

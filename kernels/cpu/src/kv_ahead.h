@@ -1,0 +1,104 @@
+/* The keys and values that attention reads next, fetched from memory while a linear map computes.
+ *
+ * A map of many rows reads its weights once, for the first tile of rows, and memory rests while it
+ * computes the others; attention of many short sequences waits for little else. What is fetched so
+ * early lies in the second- or third-level cache by then.
+ *
+ * Of a block its keys are some runs of at most RUN_BYTES, then its values as many. */
+#ifndef QUIRE_KV_AHEAD_H
+#define QUIRE_KV_AHEAD_H
+
+#include "attention.h"
+#include "threads.h"
+
+enum { MAX_RUNS = 64 }; /* of one product */
+
+/* What a map fetches. The last ones before the attention fetch as much as they can, and those before
+ * them the rest: what is fetched later is likelier to be in a cache still. */
+struct kv_part {
+    const struct attention *attention; /* NULL: nothing */
+    int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: of this map, and of the
+                                          maps between it and the attention */
+};
+
+/* Goes through runs: of a sequence's blocks in order, of all sequences in order. */
+struct kv_ahead {
+    const struct attention *attention;
+    int64_t num_left;
+    int64_t num_of_side, run_bytes; /* runs of a block's keys, and of its values; of each */
+    int64_t seq, block, run;        /* the next one; `block` in the sequence's table */
+};
+
+INLINE int64_t first_block(const struct attention *a, int64_t seq)
+{
+    return first_seen(a, a->seq_lens[seq] - 1) / a->block_size;
+}
+
+INLINE int64_t end_block(const struct attention *a, int64_t seq)
+{
+    return ceil_div(a->seq_lens[seq], a->block_size);
+}
+
+INLINE int64_t num_blocks_of(const struct attention *a, int64_t seq)
+{
+    return a->seq_lens[seq] ? end_block(a, seq) - first_block(a, seq) : 0;
+}
+
+/* To the first block of the next sequence that has one, from `seq` on; there is one. */
+INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
+{
+    while (!num_blocks_of(ahead->attention, seq)) seq++;
+    ahead->seq = seq;
+    ahead->block = first_block(ahead->attention, seq);
+}
+
+/* A share of a map's part, given how many tiles of rows it has but the first ones. */
+static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles, int64_t share,
+                                   int64_t num_shares)
+{
+    const struct attention *a = part->attention;
+    struct kv_ahead ahead = {.attention = a};
+    if (!a || num_tiles == 0) return ahead;
+    int64_t side_bytes = kept_bytes((dtype)a->type, (kv_format)a->format) *
+                         max64(a->block_size * a->key_stride_p, a->num_kv_heads * a->key_stride_h);
+    ahead.num_of_side = ceil_div(side_bytes, RUN_BYTES);
+    ahead.run_bytes = ceil_div(side_bytes, ahead.num_of_side);
+
+    int64_t num_blocks = 0, of_block = 2 * ahead.num_of_side;
+    for (int64_t seq = 0; seq < a->num_seqs; seq++) num_blocks += num_blocks_of(a, seq);
+    int64_t end = max64(0, num_blocks * of_block - part->num_runs_after * num_tiles);
+    int64_t count = min64(end, part->num_runs * num_tiles);
+    int64_t first = end - count + share_start(count, share, num_shares);
+    ahead.num_left = end - count + share_start(count, share + 1, num_shares) - first;
+    if (ahead.num_left == 0) return ahead;
+
+    int64_t block = first / of_block, seq = 0;
+    for (; block >= num_blocks_of(a, seq); seq++) block -= num_blocks_of(a, seq);
+    enter_seq(&ahead, seq);
+    ahead.block += block;
+    ahead.run = first % of_block;
+    return ahead;
+}
+
+/* The next runs, at most `count`, and again the last of them if they are fewer; whether there is any. */
+static bool next_runs(struct kv_ahead *ahead, int64_t count, const char *runs[])
+{
+    const struct attention *a = ahead->attention;
+    if (ahead->num_left == 0 || count > MAX_RUNS) return false;
+    int64_t bytes = kept_bytes((dtype)a->type, (kv_format)a->format), found = 0;
+    for (; found < count && ahead->num_left > 0; ahead->num_left--) {
+        int64_t block = a->block_tables[ahead->seq * a->table_stride + ahead->block];
+        int64_t side = ahead->run / ahead->num_of_side, part = ahead->run % ahead->num_of_side;
+        runs[found++] = (side == 0 ? a->key_cache + block * a->key_stride_b * bytes
+                                   : a->value_cache + block * a->value_stride_b * bytes) +
+                        part * ahead->run_bytes;
+        if (++ahead->run < 2 * ahead->num_of_side) continue;
+        ahead->run = 0;
+        if (++ahead->block == end_block(a, ahead->seq) && ahead->num_left > 1)
+            enter_seq(ahead, ahead->seq + 1);
+    }
+    for (int64_t last = found - 1; found < count; found++) runs[found] = runs[last];
+    return true;
+}
+
+#endif

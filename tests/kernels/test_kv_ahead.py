@@ -1,0 +1,141 @@
+"""What linear maps fetch for the attention after them: its keys and values, each once."""
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections import Counter
+
+import pytest
+import torch
+
+from kernels.cpu.build import SOURCES
+from kernels.cpu.kv_ahead import share_out
+from kernels.cpu.library import Call, native
+
+pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
+
+LAYERS, BLOCKS, HEAD_DIM = 3, 64, 64
+BFLOAT16 = 1
+
+
+@pytest.fixture(scope="module")
+def all_runs(tmp_path_factory, request):
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source = request.path.with_name("kv_ahead_runs.c")
+    made = tmp_path_factory.mktemp("built") / "runs.so"
+    flags = ["-O1", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-shared"]
+    subprocess.run([compiler, *flags, f"-I{SOURCES}", "-o", made, source, "-lm"], check=True)
+    return ctypes.CDLL(str(made)).all_runs
+
+
+class Layer:
+    """An attention's view of a pool, and what a step's sequences have in it."""
+
+    def __init__(self, seq_lens, *, block_size=16, num_kv_heads=4, window=0):
+        pool = torch.zeros(
+            BLOCKS, LAYERS, 2, block_size, num_kv_heads, HEAD_DIM, dtype=torch.bfloat16
+        )
+        self.keys, self.values = pool[:, 1, 0], pool[:, 1, 1]
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        width = -(-max(seq_lens) // block_size)
+        order = torch.randperm(BLOCKS)[: len(seq_lens) * width]
+        self.tables = order.view(len(seq_lens), width).to(torch.int32)
+        self.side_bytes = 2 * block_size * num_kv_heads * HEAD_DIM
+        self.structure = native().attention.pack(
+            BFLOAT16, 0, len(seq_lens), len(seq_lens), num_kv_heads, num_kv_heads, HEAD_DIM,
+            block_size, window, 0, self.keys.data_ptr(), self.values.data_ptr(), 0, 0,
+            self.tables.data_ptr(), self.seq_lens.data_ptr(), 0, 0, 0, 0, 0, 0,
+            *self.keys.stride()[:3], *self.values.stride()[:3], *(0,) * 6,
+            self.tables.stride(0), 1.0, 0.0,
+        )  # fmt: skip
+
+    def starts(self, blocks_of):
+        """Where the keys and values of blocks [first, end) of each sequence begin, in order."""
+        starts = []
+        for table, (first, end) in zip(self.tables, blocks_of, strict=True):
+            for block in table[first:end]:
+                starts += [side[block].data_ptr() for side in (self.keys, self.values)]
+        return starts
+
+
+def fetched(all_runs, layer, num_runs, num_after, num_tiles, num_shares=3, count=2):
+    """The runs of all shares, as (address, bytes); repeated ones of a product once."""
+    runs = []
+    found, run_bytes = (ctypes.c_void_p * 4096)(), ctypes.c_int64()
+    for share in range(num_shares):
+        of_share = all_runs(
+            layer.structure, *map(ctypes.c_int64, (num_runs, num_after, num_tiles, share)),
+            ctypes.c_int64(num_shares), ctypes.c_int64(count), found, ctypes.byref(run_bytes),
+        )  # fmt: skip
+        runs += dict.fromkeys((found[i], run_bytes.value) for i in range(of_share))
+    return runs
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("num_shares", [1, 2, 7, 256])
+def test_a_map_with_room_for_all_fetches_each_side_of_each_block_once(all_runs, num_shares, count):
+    layer = Layer([33, 0, 16, 1, 0, 100])
+    runs = fetched(all_runs, layer, 1000, 0, 1, num_shares, count)
+    blocks = [(0, 3), (0, 0), (0, 1), (0, 1), (0, 0), (0, 7)]
+    assert [address for address, _ in runs] == layer.starts(blocks)
+    assert {size for _, size in runs} == {layer.side_bytes}
+
+
+def test_a_large_block_is_several_runs_that_cover_it(all_runs):
+    layer = Layer([70], block_size=64, num_kv_heads=5)
+    runs = fetched(all_runs, layer, 1000, 0, 1)
+    covered = Counter(byte // 64 for start, size in runs for byte in range(start, start + size, 64))
+    expected = {
+        byte // 64
+        for start in layer.starts([(0, 2)])
+        for byte in range(start, start + layer.side_bytes, 64)
+    }
+    assert set(covered) == expected
+    assert set(covered.values()) == {1}
+    assert max(size for _, size in runs) <= 8192
+
+
+def test_blocks_before_a_window_are_not_fetched(all_runs):
+    layer = Layer([200, 64], window=40)
+    runs = fetched(all_runs, layer, 1000, 0, 1)
+    # Attention looks at whole tiles of 64 positions, from 128 on of the first sequence.
+    assert [address for address, _ in runs] == layer.starts([(8, 13), (0, 4)])
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2])
+def test_maps_without_room_for_all_fetch_the_end_and_the_last_one_the_last(all_runs, num_tiles):
+    layer = Layer([16 * 10])
+    starts = layer.starts([(0, 10)])
+    sizes, after = [4, 3, 2], [5, 2, 0]
+    of_maps = [
+        [address for address, _ in fetched(all_runs, layer, size, behind, num_tiles)]
+        for size, behind in zip(sizes, after, strict=True)
+    ]
+    assert [len(runs) for runs in of_maps] == [
+        min(size * num_tiles, len(starts) - behind * num_tiles)
+        for size, behind in zip(sizes, after, strict=True)
+    ]
+    runs = list(itertools.chain.from_iterable(of_maps))
+    assert runs == starts[len(starts) - len(runs) :]
+
+
+def test_nothing_is_fetched_by_a_map_with_one_tile_of_rows(all_runs):
+    assert fetched(all_runs, Layer([100]), 1000, 0, 0) == []
+
+
+def test_nothing_is_fetched_for_an_empty_step(all_runs):
+    assert fetched(all_runs, Layer([0, 0, 1]), 1000, 2, 1) == []
+
+
+def test_the_maps_before_an_attention_share_it_out_from_its_end():
+    attention = Call(native().attention, ())
+    parts = share_out(attention, {"o": (768, 768), "down": (2048, 769), "qkv": (100, 32)})
+    assert {name: (part.num_runs, part.num_runs_after) for name, part in parts.items()} == {
+        "o": (24 * 3, 25 * 8 + 1),
+        "down": (25 * 8, 1),
+        "qkv": (1, 0),
+    }
+    assert all(part.attention is attention for part in parts.values())
