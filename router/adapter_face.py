@@ -1,11 +1,9 @@
 """The gRPC face of what operators do with LoRA adapters: `quire.v1.AdapterService`."""
 
-from functools import partial
-
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from router.adapters import Adapters
 from router.grpc_call import CallContext
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
@@ -37,9 +35,4 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 def adapter_service(adapters: Adapters) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
-        add=partial(
-            adapters_pb2_grpc.add_AdapterServiceServicer_to_server, AdapterServicer(adapters)
-        ),
-    )
+    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(adapters))

@@ -1,12 +1,11 @@
 """The gRPC face of what operators do with whole models: `quire.v1.LoadingService`."""
 
 from contextlib import aclosing
-from functools import partial
 
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from router.grpc_call import CallContext
 from router.loading import Loading
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
@@ -34,9 +33,4 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 def loading_service(loading: Loading) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=loading_pb2.DESCRIPTOR.services_by_name["LoadingService"].full_name,
-        add=partial(
-            loading_pb2_grpc.add_LoadingServiceServicer_to_server, LoadingServicer(loading)
-        ),
-    )
+    return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(loading))

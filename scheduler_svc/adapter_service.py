@@ -1,12 +1,10 @@
 """The scheduler's `AdapterService`: what an operator, or a router, has all its workers do."""
 
-from functools import partial
-
 import grpc.aio
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.errors import InvalidArgumentError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.wire.adapters import adapter_to_proto
 
@@ -58,9 +56,4 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 def adapter_service(adapters: Adapters) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
-        add=partial(
-            adapters_pb2_grpc.add_AdapterServiceServicer_to_server, AdapterServicer(adapters)
-        ),
-    )
+    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(adapters))

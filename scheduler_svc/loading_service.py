@@ -1,12 +1,11 @@
 """The scheduler's `LoadingService`: what an operator, or a router, has its workers do."""
 
 import contextlib
-from functools import partial
 
 import grpc.aio
 
 from quire.v1 import loading_pb2, loading_pb2_grpc
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 from scheduler_svc.loading import Loading
 
 
@@ -52,9 +51,4 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 def loading_service(loading: Loading) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=loading_pb2.DESCRIPTOR.services_by_name["LoadingService"].full_name,
-        add=partial(
-            loading_pb2_grpc.add_LoadingServiceServicer_to_server, LoadingServicer(loading)
-        ),
-    )
+    return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(loading))

@@ -4,14 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from functools import partial
 
 import grpc.aio
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
 from scheduler_svc.domain import ModelInfo
@@ -279,10 +278,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 def scheduler_service(servicer: SchedulerServicer) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
-        add=partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer),
-    )
+    return service_of(scheduler_pb2, scheduler_pb2_grpc, "SchedulerService", servicer)
 
 
 async def _read_hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:
