@@ -4,6 +4,7 @@ from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from router.adapters import Adapters
 from router.grpc_call import CallContext
 from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
@@ -16,12 +17,14 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.LoadAdapterRequest, context: CallContext
     ) -> adapters_pb2.LoadAdapterResponse:
         """Has all schedulers load one."""
+        refuse_epoch(request.epoch)
         return await self._adapters.load(request.name, request.directory, context.peer())
 
     async def UnloadAdapter(  # noqa: N802
         self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Has all schedulers unload one."""
+        refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, context.peer(), request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 

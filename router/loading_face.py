@@ -6,6 +6,7 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 from router.grpc_call import CallContext
 from router.loading import Loading
 from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
@@ -18,6 +19,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         self, request: loading_pb2.UnloadRequest, context: CallContext
     ) -> loading_pb2.UnloadResponse:
         """Has all schedulers have workers give their devices back."""
+        refuse_epoch(request.epoch)
         unloaded = await self._loading.unload(request.worker, context.peer())
         return loading_pb2.UnloadResponse(workers=unloaded)
 
@@ -25,6 +27,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         self, request: loading_pb2.LoadRequest, context: CallContext
     ) -> None:
         """Has all schedulers have workers take these again, and tells how far that is."""
+        refuse_epoch(request.epoch)
         told = self._loading.load(request.worker, request.directory, context.peer())
         async with aclosing(told):
             async for each in told:

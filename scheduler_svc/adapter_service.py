@@ -5,6 +5,7 @@ import grpc.aio
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.errors import InvalidArgumentError
 from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.wire.adapters import adapter_to_proto
 
@@ -21,6 +22,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.LoadAdapterResponse:
         """Have every worker load one."""
+        refuse_epoch(request.epoch)
         for field in ("name", "directory"):
             if not getattr(request, field):
                 raise InvalidArgumentError(field, "is empty")
@@ -35,6 +37,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Have every worker unload one, when no request has it any more."""
+        refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 

@@ -6,6 +6,7 @@ import grpc.aio
 
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 from scheduler_svc.loading import Loading
 
 
@@ -21,6 +22,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> loading_pb2.UnloadResponse:
         """Have workers give their devices back."""
+        refuse_epoch(request.epoch)
         unloaded = await self._loading.unload(request.worker)
         return loading_pb2.UnloadResponse(
             workers=[
@@ -35,6 +37,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
         """Have them take these again, and tell how far that is."""
+        refuse_epoch(request.epoch)
         told = self._loading.load(request.worker, request.directory)
         async with contextlib.aclosing(told):
             async for each in told:
