@@ -1,6 +1,7 @@
 """The gRPC face of what operators do with LoRA adapters: `quire.v1.AdapterService`."""
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
+from router.adapter_wire import held_to_proto, loaded_to_proto
 from router.adapters import Adapters
 from router.grpc_call import CallContext
 from rpc.grpc_server import Service, service_of
@@ -18,7 +19,8 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.LoadAdapterResponse:
         """Has all schedulers load one."""
         refuse_epoch(request.epoch)
-        return await self._adapters.load(request.name, request.directory, context.peer())
+        loaded = await self._adapters.load(request.name, request.directory, context.peer())
+        return loaded_to_proto(loaded)
 
     async def UnloadAdapter(  # noqa: N802
         self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
@@ -32,8 +34,8 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, _request: adapters_pb2.ListAdaptersRequest, context: CallContext
     ) -> adapters_pb2.ListAdaptersResponse:
         """Lists those of all schedulers."""
-        adapters = await self._adapters.loaded(context.peer())
-        return adapters_pb2.ListAdaptersResponse(adapters=adapters)
+        held = await self._adapters.held(context.peer())
+        return adapters_pb2.ListAdaptersResponse(adapters=map(held_to_proto, held))
 
 
 def adapter_service(adapters: Adapters) -> Service:

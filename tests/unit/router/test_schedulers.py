@@ -359,7 +359,7 @@ async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, mo
         with pytest.raises(UnavailableError, match=f"scheduler at {pair[1].target} has not been"):
             await change
     assert pair[0].adapters == ("a",)
-    assert [each.adapter.name for each in await adapters.loaded("unix:")] == ["a"]
+    assert [each.adapter.name for each in await adapters.held("unix:")] == ["a"]
     monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, as one that stands by
     await adapters.unload("a", "unix:")
     assert pair[0].adapters == ()
