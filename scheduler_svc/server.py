@@ -26,15 +26,12 @@ from scheduler_svc.wire.activity import (
     activity_to_proto,
     unloaded_to_proto,
 )
+from scheduler_svc.wire.defragmentation import defragmentation_to_proto
 from scheduler_svc.wire.kv import description_to_proto, query_from_proto
+from scheduler_svc.wire.load import load_to_proto
+from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
-from scheduler_svc.wire.router import (
-    defragmentation_to_proto,
-    load_to_proto,
-    refused_to_proto,
-    request_from_proto,
-    welcome_to_proto,
-)
+from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 
 _PROGRESS_S = 0.25
 """How often it is told how far a pool is that is being resized."""
