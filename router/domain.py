@@ -72,6 +72,29 @@ class HeldAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class UnloadedWorker:
+    """A worker without a model."""
+
+    worker: str
+    """Its target, as its scheduler knows it."""
+    was_unloaded: bool
+    """Whether it was so before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a worker is with its model; see `quire.v1.LoadResponse`."""
+
+    worker: str
+    """Its target, as its scheduler knows it."""
+    status: str
+    progress: float | None
+    is_done: bool
+    was_loaded: bool
+    """Whether it was there already."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when an output ends: each field as in `quire.v1.SamplingParams`."""
 

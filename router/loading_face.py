@@ -5,6 +5,7 @@ from contextlib import aclosing
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from router.grpc_call import CallContext
 from router.loading import Loading
+from router.loading_wire import progress_to_proto, unloaded_to_proto
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 
@@ -21,7 +22,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         """Has all schedulers have workers give their devices back."""
         refuse_epoch(request.epoch)
         unloaded = await self._loading.unload(request.worker, context.peer())
-        return loading_pb2.UnloadResponse(workers=unloaded)
+        return loading_pb2.UnloadResponse(workers=map(unloaded_to_proto, unloaded))
 
     async def Load(  # noqa: N802
         self, request: loading_pb2.LoadRequest, context: CallContext
@@ -31,7 +32,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         told = self._loading.load(request.worker, request.directory, context.peer())
         async with aclosing(told):
             async for each in told:
-                await context.write(each)
+                await context.write(progress_to_proto(each))
 
 
 def loading_service(loading: Loading) -> Service:
