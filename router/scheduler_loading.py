@@ -4,12 +4,12 @@ On a channel of its own: the one of the link is closed when the model changes.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-
-import grpc.aio
+from contextlib import aclosing
 
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from router.domain import LoadProgress, UnloadedWorker
 from router.loading_wire import progress_from_proto, unloaded_from_proto
+from rpc.answers import answers
 from rpc.channel import open_channel
 from rpc.status import calling
 from rpc.tls import ClientTls
@@ -35,10 +35,6 @@ class SchedulerLoading:
         request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Load(request)
-            try:
-                with calling():
-                    while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                        yield progress_from_proto(told)
-            finally:
-                call.cancel()
+            async with aclosing(answers(stub.Load(request))) as loading:
+                async for told in loading:
+                    yield progress_from_proto(told)
