@@ -7,11 +7,12 @@ runs takes its part of both.
 """
 
 import argparse
+import functools
 import json
-import time
-from collections.abc import Callable
 
 import torch
+
+from gpu_worker.rates import least_s
 
 _READ_BYTES = 1 << 30
 _GEMM_SIZE = 2048
@@ -21,7 +22,7 @@ _NUM_ROUNDS = 5
 def read_bytes_per_s() -> float:
     """Of a sum over memory that no cache holds."""
     data = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / _least_s(data.sum)
+    return _READ_BYTES / least_s(data.sum, _NUM_ROUNDS)
 
 
 def bf16_flops() -> float:
@@ -29,16 +30,8 @@ def bf16_flops() -> float:
     x = torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.bfloat16)
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn_like(x))  # noqa: SLF001
     apply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
-    return 2 * _GEMM_SIZE**3 / _least_s(lambda: apply(x, weight, None, "none", [], ""))
-
-
-def _least_s(work: Callable[[], object]) -> float:
-    durations = []
-    for _ in range(_NUM_ROUNDS):
-        started = time.perf_counter()
-        work()
-        durations.append(time.perf_counter() - started)
-    return min(durations)
+    product = functools.partial(apply, x, weight, None, "none", [], "")
+    return 2 * _GEMM_SIZE**3 / least_s(product, _NUM_ROUNDS)
 
 
 def _main() -> None:

@@ -6,8 +6,10 @@ QuireError reaches its caller as a status, as by gRPC; there are no metadata and
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
+from unittest.mock import patch
 
 import grpc.aio
 
@@ -50,9 +52,11 @@ class Links:
         """Take the methods of one service."""
         self._methods |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
-    def open_channel(self, *_: object) -> "_Channel":
-        """Stand in for `rpc.channel.open_channel`, wherever it leads."""
-        return _Channel(self._methods)
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have every channel lead here that `rpc.channel.open_channel` opens, whoever calls it."""
+        with patch("grpc.aio.insecure_channel", lambda *_, **__: _Channel(self._methods)):
+            yield
 
 
 class _Channel:

@@ -1,8 +1,6 @@
 """Measures the codecs of the lower tiers on real KV: what they save, cost, and change."""
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_codec import parse_codec
 from gpu_worker.lossless_codec import LosslessCodec
 from gpu_worker.quantized_codec import QuantizedCodec
+from gpu_worker.rates import least_s
 
 LOSSLESS = ("lz4", "zstd", "zstd:3", "gzip")
 QUANTIZED = ("int8", "fp8")
@@ -77,9 +76,9 @@ def _lossless(codec: LosslessCodec, blocks: np.ndarray) -> CodecCost:
             else:
                 block[:] = record
 
-    encode_s = _least_s(encode)
+    encode_s = least_s(encode, _NUM_ROUNDS)
     packed = [np.frombuffer(record, np.uint8) for record in records]
-    decode_s = _least_s(decode)
+    decode_s = least_s(decode, _NUM_ROUNDS)
     assert (out == blocks).all()
     num_coded = sum(map(len, records))
     return CodecCost(
@@ -92,7 +91,8 @@ def _quantized(
 ) -> CodecCost:
     encoded = codec.encode(kv)
     decoded = codec.decode(encoded)
-    encode_s, decode_s = _least_s(lambda: codec.encode(kv)), _least_s(lambda: codec.decode(encoded))
+    encode_s = least_s(lambda: codec.encode(kv), _NUM_ROUNDS)
+    decode_s = least_s(lambda: codec.decode(encoded), _NUM_ROUNDS)
     shape = (-1, engine.config.head_dim)
     before, after = (
         b.view(engine.pool.layout.dtypes[0]).view(shape).float() for b in (kv, decoded)
@@ -120,12 +120,3 @@ def _perplexity(engine: Engine, samples: list[np.ndarray], codec: QuantizedCodec
         engine.run(token_ids, 0, half, _LENGTH)
         losses.append(engine.losses(token_ids, half))
     return math.exp(torch.cat(losses).mean())
-
-
-def _least_s(work: Callable[[], object]) -> float:
-    durations_s = []
-    for _ in range(_NUM_ROUNDS):
-        start_s = time.perf_counter()
-        work()
-        durations_s.append(time.perf_counter() - start_s)
-    return min(durations_s)

@@ -36,13 +36,11 @@ async def _main(settings: WorkerSettings) -> None:
     with contextlib.ExitStack() as stack:
         for app in ("gpu_worker.app", "scheduler_svc.app"):
             stack.enter_context(patch(f"{app}.serve", links.serve))
-        for client in ("router.scheduler_link", "scheduler_svc.worker_attach"):
-            stack.enter_context(patch(f"{client}.open_channel", links.open_channel))
+        stack.enter_context(links.joined())
         async with asyncio.TaskGroup() as services:
             services.create_task(run_worker(settings, on_started=loaded, stop=stop))
             await is_loaded.wait()
-            # With an epoch it need not ask the worker for one, by a channel of another's.
-            services.create_task(run_scheduler(SchedulerSettings(epoch=1), stop=stop))
+            services.create_task(run_scheduler(SchedulerSettings(), stop=stop))
             await run_router(
                 RouterSettings(
                     model=settings.model,

@@ -7,7 +7,7 @@ from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.run import prepare_environment, run_rank
 from gpu_worker.settings import WorkerSettings
-from rpc import logs, telemetry, timeline
+from rpc import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 
@@ -18,9 +18,7 @@ def main() -> None:
     prepare_environment(settings.master_addr)  # torch is imported later
     if settings.rank:
         run_rank(Member(settings))
-    logs.configure(settings.log_level, settings.log_format, "worker")
-    telemetry.configure("quire-worker", settings)
-    timeline.configure("worker", settings.timeline_dir)
+    instruments.set_up("worker", settings)
     try:
         run(run_worker(settings))
     except (ModelError, StepsFailedError) as error:

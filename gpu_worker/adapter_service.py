@@ -13,7 +13,7 @@ from gpu_worker.lora.adapter_id import MAX_ADAPTER_NAME, AdapterId, is_adapter_n
 from gpu_worker.server import WorkerService
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnimplementedError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 if TYPE_CHECKING:
     from gpu_worker.lora.adapter import Adapter  # which imports torch
@@ -56,13 +56,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
-        name = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
-
-        def add(server: grpc.aio.Server) -> None:
-            add_to_server = adapters_pb2_grpc.add_AdapterServiceServicer_to_server
-            add_to_server(self, server)  # type: ignore[no-untyped-call]
-
-        return Service(name, add)
+        return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", self)
 
     async def LoadAdapter(  # noqa: N802 - the proto's name
         self,

@@ -9,7 +9,7 @@ from gpu_worker.model_slot import ModelSlot
 from gpu_worker.server import WorkerService
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.errors import InvalidArgumentError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 _LOOK_S = 0.1
 """How often it is looked how far a model is."""
@@ -24,13 +24,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
-        name = loading_pb2.DESCRIPTOR.services_by_name["LoadingService"].full_name
-
-        def add(server: grpc.aio.Server) -> None:
-            add_to_server = loading_pb2_grpc.add_LoadingServiceServicer_to_server
-            add_to_server(self, server)  # type: ignore[no-untyped-call]
-
-        return Service(name, add)
+        return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", self)
 
     async def Unload(  # noqa: N802 - the proto's name
         self, request: loading_pb2.UnloadRequest, context: grpc.aio.ServicerContext[Any, Any]

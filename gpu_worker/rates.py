@@ -38,7 +38,7 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
         host_pool.swap_in(blocks, blocks)
         host_pool.synchronize()
 
-    slowest_s = max(_least_s(swap_out), _least_s(swap_in))
+    slowest_s = max(least_s(swap_out), least_s(swap_in))
     return num_blocks * pool.block_bytes / slowest_s
 
 
@@ -96,7 +96,7 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
         executor.step(step)
         executor.reset()
 
-    return length / _least_s(prefill)
+    return length / least_s(prefill)
 
 
 def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
@@ -112,9 +112,10 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
     return numbers.view(torch.uint8).view(num_blocks, -1)
 
 
-def _least_s(work: Callable[[], None]) -> float:
+def least_s(work: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
+    """How long the fastest of several rounds takes."""
     durations_s = []
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(num_rounds):
         start_s = time.perf_counter()
         work()
         durations_s.append(time.perf_counter() - start_s)

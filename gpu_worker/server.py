@@ -39,7 +39,7 @@ from rpc.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 from rpc.silence import LOST_AFTER_S
 from rpc.tls import ClientTls
 
@@ -152,13 +152,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def service(self) -> Service:
         """What `rpc.server.serve` takes."""
-        name = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-
-        def add(server: grpc.aio.Server) -> None:
-            add_to_server = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-            add_to_server(self, server)  # type: ignore[no-untyped-call]
-
-        return Service(name, add)
+        return service_of(worker_pb2, worker_pb2_grpc, "WorkerService", self)
 
     async def Attach(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]

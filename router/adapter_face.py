@@ -1,11 +1,11 @@
 """The gRPC face of what operators do with LoRA adapters: `quire.v1.AdapterService`."""
 
-from functools import partial
-
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
+from router.adapter_wire import held_to_proto, loaded_to_proto
 from router.adapters import Adapters
 from router.grpc_call import CallContext
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
@@ -18,12 +18,15 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.LoadAdapterRequest, context: CallContext
     ) -> adapters_pb2.LoadAdapterResponse:
         """Has all schedulers load one."""
-        return await self._adapters.load(request.name, request.directory, context.peer())
+        refuse_epoch(request.epoch)
+        loaded = await self._adapters.load(request.name, request.directory, context.peer())
+        return loaded_to_proto(loaded)
 
     async def UnloadAdapter(  # noqa: N802
         self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Has all schedulers unload one."""
+        refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, context.peer(), request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 
@@ -31,15 +34,10 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, _request: adapters_pb2.ListAdaptersRequest, context: CallContext
     ) -> adapters_pb2.ListAdaptersResponse:
         """Lists those of all schedulers."""
-        adapters = await self._adapters.loaded(context.peer())
-        return adapters_pb2.ListAdaptersResponse(adapters=adapters)
+        held = await self._adapters.held(context.peer())
+        return adapters_pb2.ListAdaptersResponse(adapters=map(held_to_proto, held))
 
 
 def adapter_service(adapters: Adapters) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
-        add=partial(
-            adapters_pb2_grpc.add_AdapterServiceServicer_to_server, AdapterServicer(adapters)
-        ),
-    )
+    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(adapters))

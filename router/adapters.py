@@ -7,11 +7,10 @@ from typing import Final, TypeVar
 
 import structlog
 
-from quire.v1.adapters_pb2 import LoadAdapterResponse, LoadedAdapter
+from router.domain import HeldAdapter, LoadedAdapter
 from router.scheduler_questions import SchedulerQuestions
 from router.schedulers import Schedulers
 from router.served_model import ServedModel
-from router.wire import adapter_from_proto
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
 from rpc.finishing import Finishing
 from rpc.operators import Operators
@@ -37,7 +36,7 @@ class Adapters:
         self._operators = operators
         self._finishing = Finishing()
 
-    async def load(self, name: str, directory: str, peer: str) -> LoadAdapterResponse:
+    async def load(self, name: str, directory: str, peer: str) -> LoadedAdapter:
         """Have every scheduler load an adapter; from then on requests may name it.
 
         If one refuses, none has it that had not before. Raises `InvalidArgumentError` for a name
@@ -68,11 +67,11 @@ class Adapters:
             return
         raise next((e for e in errors if not isinstance(e, NotFoundError)), errors[0])
 
-    async def loaded(self, peer: str) -> Sequence[LoadedAdapter]:
-        """Which the schedulers have, in their words; each name once, in order."""
+    async def held(self, peer: str) -> Sequence[HeldAdapter]:
+        """Which the schedulers have; each name once, in order."""
         self._operators.check(peer, "tells of LoRA adapters")
         ends = await _ask(self._schedulers.questions, lambda each: each.adapters())
-        name_to_adapter: dict[str, LoadedAdapter] = {}
+        name_to_adapter: dict[str, HeldAdapter] = {}
         for end in ends:
             if isinstance(end, QuireError):
                 raise end
@@ -82,25 +81,23 @@ class Adapters:
 
     async def _load(
         self, schedulers: Sequence[SchedulerQuestions], name: str, directory: str
-    ) -> LoadAdapterResponse:
+    ) -> LoadedAdapter:
         ends = await _ask(schedulers, lambda each: each.load_adapter(name, directory))
-        loaded = [end for end in ends if isinstance(end, LoadAdapterResponse)]
+        loaded = [end for end in ends if isinstance(end, LoadedAdapter)]
         if len(loaded) < len(ends):
             new = {
                 scheduler: end.adapter.digest
                 for scheduler, end in zip(schedulers, ends, strict=True)
-                if isinstance(end, LoadAdapterResponse) and not end.was_there
+                if isinstance(end, LoadedAdapter) and not end.was_there
             }
             await _ask([*new], lambda each: each.unload_adapter(name, new[each]))
             raise next(end for end in ends if isinstance(end, QuireError))
-        adapter = adapter_from_proto(loaded[0].adapter)
+        adapter = loaded[0].adapter
         with contextlib.suppress(TimeoutError):  # its news are on another stream
             async with asyncio.timeout(_NEWS_S):
                 while not self._model.has(adapter):
                     await self._schedulers.model_change()
-        return LoadAdapterResponse(
-            adapter=loaded[0].adapter, was_there=all(each.was_there for each in loaded)
-        )
+        return LoadedAdapter(adapter, was_there=all(each.was_there for each in loaded))
 
 
 async def _ask(

@@ -19,6 +19,7 @@ from router.loading_face import loading_service
 from router.openai import face as openai_face
 from router.openai.web_pages import PageGuard
 from router.scheduler_link import LinkConfig
+from router.scheduler_loading import SchedulerLoading
 from router.schedulers import Schedulers
 from router.settings import RouterSettings
 from router.tenancy import check_operator
@@ -75,7 +76,7 @@ async def run_router(
     check = None if api_keys is None else check_operator
     may_operate = operators(settings, check)
     adapters = Adapters(schedulers, inference.model, may_operate)
-    loading = Loading(schedulers, may_operate, settings.client_tls)
+    loading = Loading(schedulers, may_operate, SchedulerLoading(settings.client_tls))
     http.add_routes(
         openai_face.routes(
             inference,

@@ -49,6 +49,49 @@ class LoraAdapter:
     """What requests call it."""
     digest: bytes
     """Tells its contents from all others."""
+    directory: str = field(default="", compare=False)
+    """Where the workers find it; empty: not known. Requests do not tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """What was loaded."""
+
+    adapter: LoraAdapter
+    was_there: bool
+    """Whether it had been loaded before."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter that a scheduler's workers hold."""
+
+    adapter: LoraAdapter
+    is_leaving: bool
+    """Whether it is being unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedWorker:
+    """A worker without a model."""
+
+    worker: str
+    """Its target, as its scheduler knows it."""
+    was_unloaded: bool
+    """Whether it was so before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a worker is with its model; see `quire.v1.LoadResponse`."""
+
+    worker: str
+    """Its target, as its scheduler knows it."""
+    status: str
+    progress: float | None
+    is_done: bool
+    was_loaded: bool
+    """Whether it was there already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
-from functools import partial
-
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.domain import (
     FinishReason,
@@ -27,7 +25,7 @@ from router.wire import (
     usage_to_proto,
 )
 from rpc.errors import InvalidArgumentError, QuireError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -167,11 +165,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def inference_service(inference: Inference) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-        add=partial(
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server, InferenceServicer(inference)
-        ),
+    return service_of(
+        inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(inference)
     )
 
 

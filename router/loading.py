@@ -5,17 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-import grpc.aio
 import structlog
 
-from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.domain import LoadProgress, UnloadedWorker
+from router.scheduler_loading import SchedulerLoading
 from router.schedulers import Schedulers
-from rpc.channel import open_channel
 from rpc.errors import NotFoundError, QuireError, UnavailableError
 from rpc.merging import merged
 from rpc.operators import Operators
-from rpc.status import calling
-from rpc.tls import ClientTls
 
 log: Final = structlog.get_logger()
 
@@ -29,13 +26,14 @@ class Loading:
     other answers.
     """
 
-    def __init__(self, schedulers: Schedulers, operators: Operators, tls: ClientTls | None) -> None:
-        """Calls schedulers on channels of their own: a stream ends when the model changes."""
+    def __init__(
+        self, schedulers: Schedulers, operators: Operators, calls: SchedulerLoading
+    ) -> None:
         self._schedulers = schedulers
         self._operators = operators
-        self._tls = tls
+        self._calls = calls
 
-    async def unload(self, worker: str, peer: str) -> Sequence[loading_pb2.UnloadedWorker]:
+    async def unload(self, worker: str, peer: str) -> Sequence[UnloadedWorker]:
         """Have a worker, or all if that is empty, give their devices back."""
         self._operators.check(peer, "unloads models")
         log.info("told to unload models", worker=worker, peer=peer)
@@ -49,18 +47,15 @@ class Loading:
         _check_answered(refusals, len(targets))
         return unloaded
 
-    async def load(
-        self, worker: str, directory: str, peer: str
-    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+    async def load(self, worker: str, directory: str, peer: str) -> AsyncGenerator[LoadProgress]:
         """Have them take these again, with what is in a directory; tells how far that is."""
         self._operators.check(peer, "loads models")
         log.info("told to load models", worker=worker, directory=directory, peer=peer)
         targets = self._schedulers.target_to_is_connected
-        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         refusals: list[QuireError] = []
         loads = merged(
             [
-                self._load(target, request, refusals, may_stand_by=not is_connected)
+                self._load(target, worker, directory, refusals, may_stand_by=not is_connected)
                 for target, is_connected in targets.items()
             ]
         )
@@ -69,40 +64,28 @@ class Loading:
                 yield told
         _check_answered(refusals, len(targets))
 
-    async def _unload(
-        self, target: str, worker: str
-    ) -> Sequence[loading_pb2.UnloadedWorker] | QuireError:
-        request = loading_pb2.UnloadRequest(worker=worker)
-        async with open_channel(target, tls=self._tls) as channel:
-            stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                with calling():
-                    response = await stub.Unload(request)
-            except QuireError as error:
-                return error
-        workers: Sequence[loading_pb2.UnloadedWorker] = response.workers
-        return workers
+    async def _unload(self, target: str, worker: str) -> Sequence[UnloadedWorker] | QuireError:
+        try:
+            return await self._calls.unload(target, worker)
+        except QuireError as error:
+            return error
 
     async def _load(
         self,
         target: str,
-        request: loading_pb2.LoadRequest,
+        worker: str,
+        directory: str,
         refusals: list[QuireError],
         *,
         may_stand_by: bool,
-    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        async with open_channel(target, tls=self._tls) as channel:
-            stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Load(request)
-            try:
-                with calling():
-                    while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                        may_stand_by = False  # it is there: what it says next counts
-                        yield told
-            except QuireError as error:
-                _pass_over(target, error, refusals, may_stand_by=may_stand_by)
-            finally:
-                call.cancel()
+    ) -> AsyncGenerator[LoadProgress]:
+        try:
+            async with aclosing(self._calls.load(target, worker, directory)) as loading:
+                async for told in loading:
+                    may_stand_by = False  # it is there: what it says next counts
+                    yield told
+        except QuireError as error:
+            _pass_over(target, error, refusals, may_stand_by=may_stand_by)
 
 
 def _pass_over(

@@ -7,7 +7,8 @@ import grpc.aio
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
-from router.domain import Load
+from router.adapter_wire import held_from_proto, loaded_from_proto
+from router.domain import HeldAdapter, Load, LoadedAdapter
 from router.wire import load_from_proto
 from rpc.status import calling
 
@@ -45,12 +46,12 @@ class SchedulerQuestions:
         workers: Sequence[WorkerActivity] = response.workers
         return workers
 
-    async def load_adapter(self, name: str, directory: str) -> adapters_pb2.LoadAdapterResponse:
+    async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """Has the workers load a LoRA adapter, which may take long."""
         request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
         with calling():
-            response: adapters_pb2.LoadAdapterResponse = await self._adapters.LoadAdapter(request)
-        return response
+            response = await self._adapters.LoadAdapter(request)
+        return loaded_from_proto(response)
 
     async def unload_adapter(self, name: str, digest: bytes) -> None:
         """Has the workers unload one, when no request has it any more; empty: of any digest."""
@@ -58,10 +59,9 @@ class SchedulerQuestions:
         with calling():
             await self._adapters.UnloadAdapter(request)
 
-    async def adapters(self) -> Sequence[adapters_pb2.LoadedAdapter]:
+    async def adapters(self) -> Sequence[HeldAdapter]:
         """Asks which the workers have."""
         request = adapters_pb2.ListAdaptersRequest()
         with calling():
             response = await self._adapters.ListAdapters(request, timeout=_TIMEOUT_S)
-        adapters: Sequence[adapters_pb2.LoadedAdapter] = response.adapters
-        return adapters
+        return [held_from_proto(each) for each in response.adapters]

@@ -7,8 +7,6 @@ and, if none is met soon, to one of those that are connected all the time.
 """
 
 import asyncio
-import contextlib
-import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,8 +19,9 @@ from router.domain import FinishReason, Load, OutputError
 from router.live_request import LiveRequest
 from router.load_sums import add_up
 from router.model_fit import misfit_of, together
+from router.placement import Placement
 from router.resuming import StartResumed
-from router.scheduler_choice import Candidate, choose, has_room
+from router.scheduler_choice import has_room
 from router.scheduler_link import LinkConfig, MisfitError, SchedulerLink
 from router.scheduler_news import SchedulerModel
 from router.scheduler_questions import SchedulerQuestions
@@ -37,19 +36,8 @@ _RETURN_S = 2.0
 """How long a scheduler that is lost may take to return before others do its work again."""
 _AWAY_S = 10.0
 """How long one that is away may be expected back, with what it had: it must not miss a change."""
-_LOOK_S = 1.0
-"""How often schedulers are asked what they have of other routers, if there are several."""
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sight:
-    """What a scheduler said of itself."""
-
-    num_other_seqs: int = 0
-    """Sequences of other routers."""
-    num_workers: int = 1
 
 
 class Schedulers:
@@ -68,7 +56,7 @@ class Schedulers:
         self._tokenizers = tokenizers
         self._health = health
         self._links: list[SchedulerLink] = []
-        self._sights: dict[SchedulerLink, _Sight] = {}
+        self._placement = Placement()
         self._model: SchedulerModel | None = None
         self._model_news = asyncio.Event()
         self._next_seq_key = 0
@@ -119,7 +107,7 @@ class Schedulers:
 
     def submit(self, live: LiveRequest) -> None:
         """Submits a request whose keys were reserved without an await in between."""
-        self._choose(live, self._connected).submit(live)
+        self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
         """Ends what is live of one request; nothing more is heard of it."""
@@ -236,7 +224,9 @@ class Schedulers:
         Raises whatever breaks one, which is a bug; the live requests fail first.
         """
         self._show()
-        watch = asyncio.create_task(self._watch_loads(), name="schedulers' loads")
+        watch = asyncio.create_task(
+            self._placement.watch(lambda: self._connected), name="schedulers' loads"
+        )
         try:
             await keep_members(
                 self._discovery, join=self._join, may_leave=self._may_leave, left=self._left
@@ -260,23 +250,9 @@ class Schedulers:
 
     def _left(self, link: SchedulerLink) -> None:
         self._links.remove(link)
-        self._sights.pop(link, None)
+        self._placement.forget(link)
         self._move_all(link)
         self._show()
-
-    async def _watch_loads(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            if len(links := self._connected) > 1:
-                await asyncio.gather(*map(self._look, links))
-
-    async def _look(self, link: SchedulerLink) -> None:
-        with contextlib.suppress(QuireError):
-            load = await link.questions.load()
-            num_seqs = load.num_requests_running + load.num_requests_waiting
-            self._sights[link] = _Sight(
-                max(0, num_seqs - len(link.table)), max(1, load.num_workers)
-            )
 
     # --- for the links (LinkOwner) --------------------------------------------------------------
 
@@ -337,7 +313,7 @@ class Schedulers:
         ]
         if others:
             live.num_submits = 0
-            self._choose(live, others).submit(live)
+            self._placement.choose(live, others).submit(live)
         return bool(others)
 
     # --- parts ----------------------------------------------------------------------------------
@@ -350,21 +326,6 @@ class Schedulers:
         keys = live.live_seq_keys
         return next((link for link in self._links if any(k in link.table for k in keys)), None)
 
-    def _choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
-        adapter = live.record.sampling.adapter
-        if adapter is not None:  # if none has it, any refuses the request by name
-            able = [each for each in links if each.model and adapter in each.model.adapters]
-            links = able or links
-        links = [each for each in links if not each.is_unloaded] or links
-        candidates = []
-        for link in links:
-            sight = self._sights.get(link, _Sight())
-            num_seqs = sight.num_other_seqs + len(link.table)
-            candidates.append(Candidate(link.target, num_seqs, sight.num_workers, link.room))
-        record = live.record
-        n = len(live.live_seq_keys)
-        return links[choose(record.prompt_token_ids, record.cache_salt, n, candidates)]
-
     def _move_all(
         self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
     ) -> None:
@@ -374,7 +335,7 @@ class Schedulers:
             return  # it has come back meanwhile, or everything waits
         for live in link.table.lives:
             link.table.discard(live)
-            self._choose(live, targets).submit(live)
+            self._placement.choose(live, targets).submit(live)
 
     def _fail_all(self, link: SchedulerLink, message: str) -> None:
         error = OutputError(grpc.StatusCode.UNAVAILABLE.value[0], message, retryable=True)

@@ -145,8 +145,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def adapter_from_proto(message: common_pb2.LoraAdapter) -> LoraAdapter:
-    """Reads what an adapter is known by."""
-    return LoraAdapter(message.name, message.digest)
+    """Reads what an adapter is known by, and where it is."""
+    return LoraAdapter(message.name, message.digest, message.directory)
 
 
 def _adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:

@@ -4,7 +4,9 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -28,6 +30,16 @@ class Service:
 
     name: str
     add: Callable[[grpc.aio.Server], None]
+
+
+def service_of(messages: ModuleType, stubs: ModuleType, name: str, servicer: object) -> Service:
+    """Make the entry of a servicer.
+
+    `name` is its service's, in the file of which `messages` (`_pb2`) and `stubs` (`_pb2_grpc`) are.
+    """
+    descriptor = messages.DESCRIPTOR.services_by_name[name]
+    add_to_server = getattr(stubs, f"add_{name}Servicer_to_server")
+    return Service(descriptor.full_name, partial(add_to_server, servicer))
 
 
 def make_grpc_server(

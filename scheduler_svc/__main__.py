@@ -4,7 +4,7 @@ import sys
 
 import structlog
 
-from rpc import logs, telemetry, timeline
+from rpc import instruments
 from rpc.errors import StaleEpochError
 from rpc.server import run
 from rpc.settings import parse_settings
@@ -21,9 +21,7 @@ EXIT_STALE_EPOCH = 3
 def main() -> None:
     """Run until told to stop."""
     settings = parse_settings(SchedulerSettings, "quire-scheduler")
-    logs.configure(settings.log_level, settings.log_format, "scheduler")
-    telemetry.configure("quire-scheduler", settings)
-    timeline.configure("scheduler", settings.timeline_dir)
+    instruments.set_up("scheduler", settings)
     try:
         run(run_scheduler(settings))
     except StaleEpochError as error:

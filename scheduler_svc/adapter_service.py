@@ -1,12 +1,11 @@
 """The scheduler's `AdapterService`: what an operator, or a router, has all its workers do."""
 
-from functools import partial
-
 import grpc.aio
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.errors import InvalidArgumentError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 from scheduler_svc.adapters import Adapters
 from scheduler_svc.wire.adapters import adapter_to_proto
 
@@ -23,6 +22,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.LoadAdapterResponse:
         """Have every worker load one."""
+        refuse_epoch(request.epoch)
         for field in ("name", "directory"):
             if not getattr(request, field):
                 raise InvalidArgumentError(field, "is empty")
@@ -37,6 +37,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
         """Have every worker unload one, when no request has it any more."""
+        refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, request.digest)
         return adapters_pb2.UnloadAdapterResponse()
 
@@ -58,9 +59,4 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
 
 def adapter_service(adapters: Adapters) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
-        add=partial(
-            adapters_pb2_grpc.add_AdapterServiceServicer_to_server, AdapterServicer(adapters)
-        ),
-    )
+    return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(adapters))

@@ -1,12 +1,12 @@
 """The scheduler's `LoadingService`: what an operator, or a router, has its workers do."""
 
 import contextlib
-from functools import partial
 
 import grpc.aio
 
 from quire.v1 import loading_pb2, loading_pb2_grpc
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
 from scheduler_svc.loading import Loading
 
 
@@ -22,6 +22,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> loading_pb2.UnloadResponse:
         """Have workers give their devices back."""
+        refuse_epoch(request.epoch)
         unloaded = await self._loading.unload(request.worker)
         return loading_pb2.UnloadResponse(
             workers=[
@@ -36,6 +37,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
         """Have them take these again, and tell how far that is."""
+        refuse_epoch(request.epoch)
         told = self._loading.load(request.worker, request.directory)
         async with contextlib.aclosing(told):
             async for each in told:
@@ -52,9 +54,4 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 
 def loading_service(loading: Loading) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=loading_pb2.DESCRIPTOR.services_by_name["LoadingService"].full_name,
-        add=partial(
-            loading_pb2_grpc.add_LoadingServiceServicer_to_server, LoadingServicer(loading)
-        ),
-    )
+    return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(loading))

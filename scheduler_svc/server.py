@@ -4,14 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from functools import partial
 
 import grpc.aio
 import structlog
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 from rpc.silence import BEAT_S
 from scheduler_svc.core.describe import describe
 from scheduler_svc.domain import ModelInfo
@@ -27,15 +26,12 @@ from scheduler_svc.wire.activity import (
     activity_to_proto,
     unloaded_to_proto,
 )
+from scheduler_svc.wire.defragmentation import defragmentation_to_proto
 from scheduler_svc.wire.kv import description_to_proto, query_from_proto
+from scheduler_svc.wire.load import load_to_proto
+from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
-from scheduler_svc.wire.router import (
-    defragmentation_to_proto,
-    load_to_proto,
-    refused_to_proto,
-    request_from_proto,
-    welcome_to_proto,
-)
+from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 
 _PROGRESS_S = 0.25
 """How often it is told how far a pool is that is being resized."""
@@ -279,10 +275,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 def scheduler_service(servicer: SchedulerServicer) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
-        add=partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer),
-    )
+    return service_of(scheduler_pb2, scheduler_pb2_grpc, "SchedulerService", servicer)
 
 
 async def _read_hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> str:

@@ -6,7 +6,7 @@ command, a result or a loss, so an idle one costs nothing.
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -15,7 +15,7 @@ from rpc import timeline
 from rpc.errors import UnavailableError
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import BrokenInvariantError, DeadlineError, RequestRefusedError
+from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.load import (
     count_queued,
@@ -30,10 +30,7 @@ from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
 from scheduler_svc.core.successor import REUNION_S, Successor
 from scheduler_svc.core_waits import Condition, CoreWaits
 from scheduler_svc.domain import (
-    CancelSequences,
     Command,
-    DefragmentBlocks,
-    DropSource,
     LoadedAdapter,
     LoraAdapter,
     ModelInfo,
@@ -44,8 +41,7 @@ from scheduler_svc.losses import Losses
 from scheduler_svc.memory_watch import MemoryWatch
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.placement import WorkerLoad
-from scheduler_svc.refusal import refusal_from_core
-from scheduler_svc.request_ends import end_with_error, num_live_seqs
+from scheduler_svc.posted_commands import PostedCommands
 from scheduler_svc.request_news import RequestNews
 from scheduler_svc.router_streams import RouterStreams
 from scheduler_svc.space_watch import SpaceWatch
@@ -84,15 +80,20 @@ class Session:
             spans, link.info.worker_id, core.config.bytes_per_block, core.owner
         )
         self._metrics = metrics
-        self._commands: deque[Command] = deque()
-        self._num_posted_seqs = 0
-        self._num_posted_tokens = 0
         self._placement_load: WorkerLoad | None = None
         """As of the last time that somebody asked; None: it may have changed."""
         self._space_watch = SpaceWatch(link.info.worker_id)
         self._memory_watch = MemoryWatch(link.info.worker_id, core)
         self._losses = Losses()
         self._news = RequestNews(streams, spans, metrics, self._losses)
+        self._commands = PostedCommands(
+            core,
+            self.steps.meter,
+            news=self._news,
+            losses=self._losses,
+            space_watch=self._space_watch,
+            metrics=metrics,
+        )
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
         self._bug: BrokenInvariantError | None = None
@@ -111,10 +112,8 @@ class Session:
         `num_tokens` says how many tokens there are to compute for it, as far as is known.
         """
         if isinstance(command, SubmitRequest):
-            self._num_posted_seqs += num_live_seqs(command.request)
-            self._num_posted_tokens += num_tokens
             self._placement_load = None
-        self._commands.append(command)
+        self._commands.post(command, num_tokens)
         self._wake.set()
 
     def call(self, function: Callable[[Successor], _T]) -> _T:
@@ -124,7 +123,7 @@ class Session:
             UnavailableError: The worker is lost.
         """
         self.check_alive()
-        self._apply_commands()
+        self._commands.apply()
         self._placement_load = None
         self._wake.set()
         try:
@@ -202,10 +201,10 @@ class Session:
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,
-                num_waiting=load.num_waiting + self._num_posted_seqs,
+                num_waiting=load.num_waiting + self._commands.num_seqs,
                 max_waiting=self._core.config.max_waiting,
                 max_request_len=self._core.max_request_len,
-                num_queued_tokens=self._core.num_queued_tokens + self._num_posted_tokens,
+                num_queued_tokens=self._core.num_queued_tokens + self._commands.num_tokens,
                 is_memory_short=load.is_memory_short,
             )
         return self._placement_load
@@ -294,7 +293,7 @@ class Session:
             BrokenInvariantError: A bug; going on could corrupt an output.
         """
         while True:
-            self._apply_commands()
+            self._commands.apply()
             for result in self._link.take_results():
                 self._apply_result(result)
             self._memory_watch.hear(self._link.memory_level)
@@ -313,7 +312,7 @@ class Session:
     def end(self) -> tuple[SubmitRequest, ...]:
         """Return every live request. What was posted before counts; nothing may be posted after."""
         self._settled.set()
-        self._apply_commands()
+        self._commands.apply()
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
         self._has_ended = True
@@ -355,44 +354,6 @@ class Session:
         self.has_progressed = True
         self.steps.answered(timed, took_s)
         self._news.noted(news, took_s)
-
-    def _apply_commands(self) -> None:
-        self._num_posted_seqs = self._num_posted_tokens = 0
-        while self._commands:
-            match self._commands.popleft():
-                case SubmitRequest() as command:
-                    self._submit(command)
-                case CancelSequences(source, seq_keys):
-                    self._news.ended(self._core.cancel(source, seq_keys))
-                case DefragmentBlocks(done):
-                    self._core.defragment()
-                    self._space_watch.answer_next(done)
-                case DropSource(source):
-                    self._core.cancel_source(source)
-                    # Not before: a request of it may have been posted just ahead of this command.
-                    self._news.drop_source(source)
-
-    def _submit(self, command: SubmitRequest) -> None:
-        request = command.request
-        try:
-            now = time.monotonic()
-            if not command.was_accepted:
-                self._core.check_deadline(request, now, self.steps.meter.rates)
-            self._core.submit(request, now)
-        except RequestRefusedError as error:
-            if isinstance(error, DeadlineError):
-                self._metrics.refused_late.inc()
-            if not command.was_accepted:
-                self._news.refused(request, refusal_from_core(error))
-                return
-            # Its worker is lost, and this one has less room.
-            self._news.ended(end_with_error(request, str(error)))
-        else:
-            self._news.submitted(request)
-            self.note_losses(request, command.num_losses)
-            # Tokens that the worker had sampled for the scheduler before.
-            if (news := self._core.take_adopted()) is not None:
-                self._news.adopted(news)
 
     def _lose(self, request: Request) -> SubmitRequest:
         """Say that a request was live when the worker was lost, and whether it ran in vain."""

@@ -1,13 +1,12 @@
 """Has a worker drain and end for an operator who knows, or reaches, its scheduler only."""
 
 from collections.abc import AsyncIterator
-
-import grpc.aio
+from contextlib import aclosing
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
+from rpc.answers import answers
 from rpc.channel import open_channel
 from rpc.errors import UnavailableError
-from rpc.status import calling
 from rpc.tls import ClientTls
 from scheduler_svc.roster import Roster
 
@@ -25,14 +24,11 @@ async def drain_worker(roster: Roster, tls: ClientTls | None, worker: str) -> As
     has_begun = False
     async with open_channel(target, tls=tls) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
-        call = stub.Drain(admin_pb2.DrainRequest())
         try:
-            with calling():
-                while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            async with aclosing(answers(stub.Drain(admin_pb2.DrainRequest()))) as draining:
+                async for told in draining:
                     has_begun = True
                     yield told.num_live
         except UnavailableError:
             if not has_begun:  # else it has ended before it could say so
                 raise
-        finally:
-            call.cancel()

@@ -4,11 +4,11 @@ On a channel of its own: the one of the worker's link is closed when the model g
 """
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc.aio
-
 from quire.v1 import loading_pb2, loading_pb2_grpc
+from rpc.answers import answers
 from rpc.channel import open_channel
 from rpc.status import calling
 from rpc.tls import ClientTls
@@ -52,16 +52,12 @@ class WorkerLoading:
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Load(request)
-            try:
-                with calling():
-                    while (told := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                        yield LoadProgress(
-                            target,
-                            told.status,
-                            told.progress if told.HasField("progress") else None,
-                            is_done=told.is_done,
-                            was_loaded=told.was_loaded,
-                        )
-            finally:
-                call.cancel()
+            async with aclosing(answers(stub.Load(request))) as loading:
+                async for told in loading:
+                    yield LoadProgress(
+                        target,
+                        told.status,
+                        told.progress if told.HasField("progress") else None,
+                        is_done=told.is_done,
+                        was_loaded=told.was_loaded,
+                    )

@@ -3,7 +3,7 @@
 import sys
 
 from gpu_worker.json_fields import ModelError
-from rpc import logs, telemetry, timeline
+from rpc import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 from sim_worker.app import run_sim_workers
@@ -13,9 +13,7 @@ from sim_worker.settings import SimWorkerSettings
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = parse_settings(SimWorkerSettings, "quire-sim-worker")
-    logs.configure(settings.log_level, settings.log_format, "sim-worker")
-    telemetry.configure("quire-sim-worker", settings)
-    timeline.configure("sim-worker", settings.timeline_dir)
+    instruments.set_up("sim-worker", settings)
     try:
         run(run_sim_workers(settings))
     except ModelError as error:

@@ -4,23 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.cli.settings import LoraSettings
-from quire.cli.target import connection_errors, find_scheduler
+from quire.cli.target import scheduler_channel
 from quire.v1 import adapters_pb2
 from quire.v1.adapters_pb2_grpc import AdapterServiceStub
-from rpc.channel import open_blocking_channel
 from rpc.settings import parse_settings
-from rpc.status import calling
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire lora`; give the exit code."""
     settings = parse_settings(LoraSettings, "quire lora", argv)
-    target = settings.scheduler or find_scheduler()
-    with (
-        connection_errors(target),
-        open_blocking_channel(target, tls=settings.client_tls) as channel,
-        calling(),
-    ):
+    with scheduler_channel(settings) as channel:
         stub = AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         match settings.action:
             case "load":

@@ -156,7 +156,15 @@ class TopSettings(RouterClientSettings):
     """Most sequences of a worker to ask for; as many are shown as the terminal has room for."""
 
 
-class ResizeSettings(LinkSettings):
+class SchedulerClientSettings(LinkSettings):
+    """What the commands that talk to a scheduler share."""
+
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
+    machine, if it is the only one."""
+
+
+class ResizeSettings(SchedulerClientSettings):
     """Give a worker's KV pool another size while it works, such as to let another model have room.
 
     Of the blocks that go, the contents are moved or preempted first. Give --blocks or --gib.
@@ -168,9 +176,6 @@ class ResizeSettings(LinkSettings):
     """How many device blocks it is to have."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """How much memory its device blocks are to take, in GiB."""
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
 
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
@@ -180,7 +185,7 @@ class ResizeSettings(LinkSettings):
         return self
 
 
-class UnloadSettings(LinkSettings):
+class UnloadSettings(SchedulerClientSettings):
     """Have a worker give its device back: weights, KV and adapters go, and the process stays.
 
     What runs there goes on at other workers of the model, or waits with the tokens that it has.
@@ -189,12 +194,9 @@ class UnloadSettings(LinkSettings):
 
     worker: CliPositionalArg[str] = ""
     """The worker's target, as `quire top` shows it; empty: all of the scheduler's."""
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
 
 
-class LoadSettings(LinkSettings):
+class LoadSettings(SchedulerClientSettings):
     """Have a worker that was unloaded load its model, and show how far it is.
 
     With --model it is another one, with which the worker is used if no other worker serves the one
@@ -206,12 +208,9 @@ class LoadSettings(LinkSettings):
     model: Path | None = None
     """Hugging Face directory, of the same absolute path at workers and routers; default: the one
     that was there."""
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
 
 
-class LoraSettings(LinkSettings):
+class LoraSettings(SchedulerClientSettings):
     """List the LoRA adapters of a service that works; load one more, or unload one.
 
     `quire lora load NAME=DIR` has every worker read the adapter in DIR, a directory on the workers'
@@ -224,9 +223,6 @@ class LoraSettings(LinkSettings):
     """What is to be done: list, load or unload."""
     adapter: CliPositionalArg[str] = ""
     """To load: NAME=DIR; to unload: NAME."""
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
 
     @model_validator(mode="after")
     def _names_an_adapter(self) -> Self:
@@ -241,16 +237,13 @@ class LoraSettings(LinkSettings):
         return self
 
 
-class MigrateSettings(LinkSettings):
+class MigrateSettings(SchedulerClientSettings):
     """Move a live request with its KV to another worker; its output stays what it would be."""
 
     request_id: CliPositionalArg[str]
     """The request's id, as `quire kv` shows it."""
     to: str
     """The worker's target, as `quire kv` shows it."""
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
 
 
 class DrainSettings(RouterClientSettings):

@@ -4,12 +4,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
+import grpc
+
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
 from quire.cli.service_dir import ServiceDirError, running_services
-from quire.cli.settings import RouterClientSettings
+from quire.cli.settings import RouterClientSettings, SchedulerClientSettings
 from quire.client import Client
+from rpc.channel import open_blocking_channel
 from rpc.errors import UnavailableError
+from rpc.status import calling
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
@@ -48,6 +52,23 @@ def find_scheduler() -> str:
 def open_client(target: str, settings: RouterClientSettings) -> Client:
     """Make a client of a router, with what the settings say of TLS and the API key."""
     return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
+
+
+@contextlib.contextmanager
+def scheduler_channel(settings: SchedulerClientSettings) -> Iterator[grpc.Channel]:
+    """Open a channel to the scheduler that is meant; calls in the block raise what it refuses.
+
+    Raises:
+        CommandError: None is named, and there are several, or none; or it is not reached.
+        QuireError: What it says.
+    """
+    target = settings.scheduler or find_scheduler()
+    with (
+        connection_errors(target),
+        open_blocking_channel(target, tls=settings.client_tls) as channel,
+        calling(),
+    ):
+        yield channel
 
 
 @contextlib.contextmanager

@@ -4,23 +4,16 @@ from collections.abc import Sequence
 
 from quire.cli.invocation import invocation
 from quire.cli.settings import UnloadSettings
-from quire.cli.target import connection_errors, find_scheduler
+from quire.cli.target import scheduler_channel
 from quire.v1 import loading_pb2
 from quire.v1.loading_pb2_grpc import LoadingServiceStub
-from rpc.channel import open_blocking_channel
 from rpc.settings import parse_settings
-from rpc.status import calling
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `quire unload`; give the exit code."""
     settings = parse_settings(UnloadSettings, "quire unload", argv)
-    target = settings.scheduler or find_scheduler()
-    with (
-        connection_errors(target),
-        open_blocking_channel(target, tls=settings.client_tls) as channel,
-        calling(),
-    ):
+    with scheduler_channel(settings) as channel:
         stub = LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
         response = stub.Unload(loading_pb2.UnloadRequest(worker=settings.worker))
     for each in response.workers:

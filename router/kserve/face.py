@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -25,7 +24,7 @@ from router.live_request import LiveRequest
 from router.openai.errors import error_in_words_of
 from router.precedence import with_precedence
 from rpc.errors import InvalidArgumentError, QuireError
-from rpc.grpc_server import Service
+from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
 """Most requests of one stream in hand; the next one is not read until one of them is answered."""
@@ -150,12 +149,11 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    return Service(
-        name=open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
-        add=partial(
-            open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
-            KServeServicer(inference, is_ready),
-        ),
+    return service_of(
+        open_inference_pb2,
+        open_inference_pb2_grpc,
+        "GRPCInferenceService",
+        KServeServicer(inference, is_ready),
     )
 
 

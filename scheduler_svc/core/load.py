@@ -31,7 +31,7 @@ def read_queues(core: "Scheduler") -> Queues:
     return Queues(
         num_running=len(core._running),
         num_waiting=len(core._waiting) + len(core._fetching) + core._live.num_siblings,
-        num_preemptions=core._num_preemptions,
+        num_preemptions=core._preempting.num_preemptions,
     )
 
 
@@ -101,7 +101,7 @@ def read_load(
         num_cached_blocks=core._pool.num_cached,
         num_pinned_blocks=len(core._pins),
         block_size=core.config.block_size,
-        num_preemptions=core._num_preemptions,
+        num_preemptions=core._preempting.num_preemptions,
         prefix_cache_queries=core._prefix_cache_queries,
         prefix_cache_hits=core._prefix_cache_hits,
         num_steps=core._steps.last,

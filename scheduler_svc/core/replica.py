@@ -260,11 +260,6 @@ class Replica(ResizableScheduler):
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
 
-    def _tell_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
-        if not seq.was_admitted:
-            seq.num_cached_tokens = num_cached_tokens
-        super()._tell_admitted(seq, num_cached_tokens, now)
-
     def _group(self, source: SourceId, first_seq_key: SeqKey) -> list[Sequence]:
         """Return the live sequences of a request, by output index."""
         seqs = self._live.of_source(source)

@@ -29,6 +29,7 @@ from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcom
 from scheduler_svc.core.plan_draft import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
+from scheduler_svc.core.preempting import Preempting
 from scheduler_svc.core.prefills import Prefills
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
@@ -65,8 +66,10 @@ class Scheduler:
         self._live = LiveSequences()
         self._host_room = HostRoom(config, self._tier, self._waiting, self._live, self._rank)
         self._fetching = Fetching(config, self._lookup, self._tier, self._host_room, self._waiting)
+        self._preempting = Preempting(
+            config, self._rows, self._running, self._beams, self._host_room, self._waiting
+        )
         self._admitted: list[Admitted] = []  # their sources have not heard of it yet
-        self._num_preemptions = 0
         self._num_recomputed_tokens = 0
         self._num_adopted_tokens = 0
         self._prefix_cache_queries = 0
@@ -146,7 +149,7 @@ class Scheduler:
             return None
         self._expire(now)
         self._pins.expire(now)
-        num_preemptions = self._num_preemptions
+        num_preemptions = self._preempting.num_preemptions
         self._tier.begin_step()
         if not self._make_room(step):
             return None
@@ -161,7 +164,7 @@ class Scheduler:
                 break
             if self._prefills.compute(seq, draft):
                 self._prompt_computed(seq, draft.now)
-        if self._num_preemptions == num_preemptions:  # else there is no room, or barely
+        if self._preempting.num_preemptions == num_preemptions:  # else there is no room, or barely
             self._admit(draft)
         for seq in draft.long_prefills:
             if self._prefills.compute_rest(seq, draft):
@@ -326,6 +329,7 @@ class Scheduler:
         """Let the source know, the first time, that a sequence runs."""
         if not seq.was_admitted:
             seq.was_admitted = True
+            seq.num_cached_tokens = num_cached_tokens
             self._admitted += (
                 Admitted(seq.request.source, each.seq_key, num_cached_tokens, now - seq.arrived)
                 for each in seq.outputs
@@ -338,36 +342,8 @@ class Scheduler:
         self._fetching.enqueue(seq)
 
     def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
-
-        Tokens of steps in flight are dropped: it will draw the same again. A search waits whole.
-        """
-        self._num_preemptions += 1
-        if seq.group is not None:
-            self._waiting.push(self._beams.preempt(seq.group))
-            return
-        assert seq.row is not None
-        seq.token_ids = self._rows.tokens(seq.row).copy()
-        num_computed = self._running.num_computed_tokens(seq)
-        blocks = seq.block_ids[: -(-num_computed // self.config.block_size)]
-        if seq.copy_from is not None:  # its own copy has not been made
-            blocks[-1] = seq.copy_from
-        is_loading = bool(seq.loading_block_ids)
-        num_swapped_out = 0
-        self._running.stop(seq)
-        if not can_swap:
-            self._host_room.release(seq)
-        elif is_loading:  # as before: it comes from its own host blocks, or from cached ones
-            num_computed = num_computed if seq.host_block_ids else 0
-        elif num_computed and (
-            must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
-        ):
-            self._running.swap_out(seq, blocks, num_computed)
-            num_swapped_out = len(blocks)
-        self._running.note_preempted(seq, num_computed, num_swapped_out)
-        seq.num_computed_tokens = num_computed
-        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
-        self._waiting.push(seq)
+        """See `Preempting`."""
+        self._preempting.preempt(seq, can_swap=can_swap, must_swap=must_swap)
 
     def _take_moves(self, outcome: StepOutcome) -> None:
         """Take the ends of swap-ins and disk moves; who needs one that failed computes again."""

@@ -1,34 +1,21 @@
-"""Between a router's messages and the core's requests and news.
+"""What routers are told: what there is to serve them, and the core's news.
 
 A step costs work per array, not per sequence; only log-probabilities, admissions and ends are
 looked at one by one.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from math import isfinite
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
+from rpc.errors import QuireError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
-from scheduler_svc.adapter_salt import ADAPTERS_SALT, adapter_salt
-from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.defragmenter import DefragmentationReport
-from scheduler_svc.core.fragmentation import SpaceReport
 from scheduler_svc.core.plan import Finished, Int32Array, News
-from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.adapters import adapter_to_proto
-from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
-from scheduler_svc.wire.checks import check_below
-
-_MAX_SEQ_KEY = 2**64 - 1
-_MAX_TENANT_BYTES = 128
-_MAX_CACHE_PIN_S = 86400
-_MAX_N = 64
-"""As in `quire.v1.GenerateRequest`."""
 
 _FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -37,105 +24,6 @@ _FINISH_REASON_TO_PROTO = {
     FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
-
-
-def request_from_proto(
-    message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
-) -> Request:
-    """Take a router's request, which came at `now` on the core's clock.
-
-    Raises:
-        InvalidArgumentError: A field breaks the contract; the message names value and limit.
-        NotFoundError: The workers have no such adapter.
-    """
-    _check(message)
-    prompt_token_ids = _token_ids_from_proto(
-        message.prompt_token_ids, "prompt_token_ids", model.vocab_size
-    )
-    if not prompt_token_ids.size:
-        raise InvalidArgumentError("prompt_token_ids", "is empty; it must have at least 1 token")
-    deadline_s = message.deadline_s if message.HasField("deadline_s") else None
-    if deadline_s is not None and not (isfinite(deadline_s) and deadline_s >= 0):
-        raise InvalidArgumentError("deadline_s", f"is {deadline_s}; it must be at least 0")
-    cache_pin_s = message.cache_pin_s if message.HasField("cache_pin_s") else None
-    if cache_pin_s is not None and not 0 < cache_pin_s <= _MAX_CACHE_PIN_S:  # also for NaN
-        raise InvalidArgumentError(
-            "cache_pin_s", f"is {cache_pin_s}; it must be in (0, {_MAX_CACHE_PIN_S}]"
-        )
-    beam = beam_from_proto(message, model) if message.HasField("beam") else None
-    sampling = message.sampling if beam is None else beam_sampling(beam, message.sampling)
-    return Request(
-        source=source,
-        first_seq_key=SeqKey(message.first_seq_key),
-        request_id=message.request_id,
-        prompt_token_ids=prompt_token_ids,
-        n=message.n,
-        max_tokens=message.sampling.max_tokens,
-        sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
-        cache_salt=_prefix_salt(message, model),
-        traceparent=message.traceparent,
-        min_tokens=message.sampling.min_tokens,
-        priority=message.priority,
-        tenant=message.tenant,
-        deadline=None if deadline_s is None else now + deadline_s,
-        reads_prefix_cache=not message.sampling.HasField("prompt_logprobs"),
-        cache_pin_s=cache_pin_s,
-        beam=beam,
-        outputs=tuple(
-            OutputSoFar(
-                token_ids=_token_ids_from_proto(
-                    output.token_ids, f"outputs[{index}].token_ids", model.vocab_size
-                ),
-                finished=output.finished,
-            )
-            for index, output in enumerate(message.outputs)
-        ),
-    )
-
-
-def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
-    if not message.sampling.HasField("adapter"):
-        return message.cache_salt
-    adapter = LoraAdapter(message.sampling.adapter.name, message.sampling.adapter.digest)
-    if adapter not in model.adapters:
-        raise NotFoundError(f"{adapter} is not served; {model} is")
-    return adapter_salt(adapter) + message.cache_salt
-
-
-def _check(message: scheduler_pb2.Submit) -> None:
-    """Check what needs no parsing."""
-    if message.cache_salt.startswith(ADAPTERS_SALT):
-        raise InvalidArgumentError(
-            "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"
-        )
-    if not 1 <= message.n <= _MAX_N:
-        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
-    if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
-        raise InvalidArgumentError(
-            "first_seq_key",
-            f"is {message.first_seq_key}; with n = {message.n} it must be at most "
-            f"{_MAX_SEQ_KEY - message.n + 1}",
-        )
-    if not message.sampling.HasField("seed"):
-        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
-    if (max_tokens := message.sampling.max_tokens) < 1:
-        given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
-        raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
-    if len(message.tenant.encode()) > _MAX_TENANT_BYTES:
-        raise InvalidArgumentError(
-            "tenant",
-            f"has {len(message.tenant.encode())} bytes; it must have at most {_MAX_TENANT_BYTES}",
-        )
-    if len(message.outputs) not in {0, message.n}:
-        raise InvalidArgumentError(
-            "outputs", f"has {len(message.outputs)} entries; it must have 0 or n = {message.n}"
-        )
-
-
-def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Array:
-    token_ids = unpack_int32(packed, field)
-    check_below(token_ids, field, vocab_size, "the model's vocab_size")
-    return token_ids
 
 
 def welcome_to_proto(
@@ -346,70 +234,3 @@ def _by_source(
         return
     for source in np.unique(sources).tolist():
         yield SourceId(source), np.flatnonzero(sources == source)
-
-
-def load_to_proto(
-    loads: Sequence[SchedulerLoad],
-    num_unplaced_seqs: int,
-    spaces: Collection[SpaceReport],
-    num_unloaded_workers: int = 0,
-) -> common_pb2.Load:
-    """Add up the loads of the attached workers, and what waits for one to be attached.
-
-    Args:
-        loads: One for each worker that is attached.
-        num_unplaced_seqs: Sequences that wait for a worker to be attached.
-        spaces: As `loads`.
-        num_unloaded_workers: Workers that have no model.
-    """
-    return common_pb2.Load(
-        num_requests_running=sum(load.num_running for load in loads),
-        num_requests_waiting=sum(load.num_waiting for load in loads) + num_unplaced_seqs,
-        max_num_seqs=sum(load.max_num_seqs for load in loads),
-        num_blocks=sum(load.num_blocks for load in loads),
-        num_free_blocks=sum(load.num_free_blocks for load in loads),
-        num_cached_blocks=sum(load.num_cached_blocks for load in loads),
-        block_size=max((load.block_size for load in loads), default=0),
-        num_workers=len(loads),
-        num_requests_swapped=sum(load.num_swapped for load in loads),
-        num_host_blocks=sum(load.num_host_blocks for load in loads),
-        num_free_host_blocks=sum(load.num_free_host_blocks for load in loads),
-        num_cached_host_blocks=sum(load.num_cached_host_blocks for load in loads),
-        num_swapped_out_blocks=sum(load.num_swapped_out_blocks for load in loads),
-        num_swapped_in_blocks=sum(load.num_swapped_in_blocks for load in loads),
-        num_demoted_blocks=sum(load.num_demoted_blocks for load in loads),
-        num_promoted_blocks=sum(load.num_promoted_blocks for load in loads),
-        num_pinned_blocks=sum(load.num_pinned_blocks for load in loads),
-        num_moved_blocks=sum(load.num_moved_blocks for load in loads),
-        num_prefix_cache_queries=sum(load.prefix_cache_queries for load in loads),
-        num_prefix_cache_hits=sum(load.prefix_cache_hits for load in loads),
-        fragmentation=max((space.device.rate for space in spaces), default=0.0),
-        host_fragmentation=max((space.host.rate for space in spaces), default=0.0),
-        num_slots_held=sum(space.num_slots_held for space in spaces),
-        num_slots_written=sum(space.num_slots_written for space in spaces),
-        num_disk_blocks=sum(load.num_disk_blocks for load in loads),
-        num_free_disk_blocks=sum(load.num_free_disk_blocks for load in loads),
-        num_cached_disk_blocks=sum(load.num_cached_disk_blocks for load in loads),
-        num_stored_blocks=sum(load.num_stored_blocks for load in loads),
-        num_loaded_blocks=sum(load.num_loaded_blocks for load in loads),
-        num_failed_disk_moves=sum(load.num_failed_disk_moves for load in loads),
-        num_spilled_blocks=sum(load.num_spilled_blocks for load in loads),
-        num_unloaded_workers=num_unloaded_workers,
-    )
-
-
-def defragmentation_to_proto(
-    reports: Mapping[str, DefragmentationReport],
-) -> scheduler_pb2.DefragmentResponse:
-    """Make the answer of what was done at each worker, by its target."""
-    return scheduler_pb2.DefragmentResponse(
-        workers=[
-            scheduler_pb2.WorkerDefragmentation(
-                worker=worker,
-                rate_before=report.before.rate,
-                rate_after=report.after.rate,
-                num_moved_blocks=report.num_moved_blocks,
-            )
-            for worker, report in reports.items()
-        ]
-    )

@@ -64,7 +64,7 @@ from scheduler_svc.wire.recording import (
     origin_to_payload,
     read_recording,
 )
-from scheduler_svc.wire.router import request_from_proto
+from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.worker import result_from_proto
 from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples

@@ -10,6 +10,7 @@ import pytest
 
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import scheduler_pb2_grpc
+from rpc.channel import open_channel
 from rpc.errors import NotFoundError
 from rpc.grpc_server import Service
 
@@ -86,8 +87,9 @@ async def linked(servicer):
         links.serve(None, services=services, stop=stop, on_started=on_started)
     )
     await started.wait()
-    async with links.open_channel("anywhere") as channel:
-        yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    with links.joined():
+        async with open_channel("anywhere") as channel:
+            yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
     stop.set()
     await serving
 

@@ -1,8 +1,10 @@
-"""A served fake of the router, for the clients and the commands that talk to it."""
+"""Fakes of the service's processes, served to the clients and the commands that talk to them."""
 
+import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc.aio
 import pytest
@@ -12,6 +14,9 @@ from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from rpc.status import ErrorInterceptor
 from rpc.transport import server_options
 
+Serve: TypeAlias = Callable[[Callable[[Any, grpc.aio.Server], None], Any], Awaitable[str]]
+"""Takes what registers a servicer, and the servicer; gives the target where it is served."""
+
 
 @dataclass
 class Served:
@@ -20,16 +25,28 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
+async def serve() -> AsyncIterator[Serve]:
+    """Serves fakes until the test ends."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def serve(add_to_server: Callable[[Any, grpc.aio.Server], None], fake: Any) -> str:
+            server = grpc.aio.server(
+                interceptors=[ErrorInterceptor()], options=server_options(64, 16, 4096)
+            )
+            add_to_server(fake, server)
+            # pytest's own temporary paths can be longer than a socket's may be.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="q-"))
+            target = f"unix:{folder}/s"
+            server.add_insecure_port(target)
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            return target
+
+        yield serve
+
+
+@pytest.fixture
+async def served(serve: Serve) -> Served:
+    """Give a fake of the router."""
     fake = FakeInference()
-    server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()], options=server_options(64, 16, 4096)
-    )
-    add_InferenceServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        target = f"unix:{folder}/s"
-        server.add_insecure_port(target)
-        await server.start()
-        yield Served(target, fake)
-        await server.stop(0)
+    return Served(await serve(add_InferenceServiceServicer_to_server, fake), fake)

@@ -1,8 +1,6 @@
 """`quire defragment` against a fake of the scheduler."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
@@ -25,15 +23,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 @pytest.fixture
-async def scheduler() -> AsyncIterator[tuple[str, FakeScheduler]]:
-    fake, server = FakeScheduler(), grpc.aio.server()
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        yield f"unix:{folder}/s", fake
-        await server.stop(0)
+async def scheduler(serve) -> tuple[str, FakeScheduler]:
+    fake = FakeScheduler()
+    return await serve(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, fake), fake
 
 
 async def run(target: str) -> int:

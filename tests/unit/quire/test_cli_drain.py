@@ -1,8 +1,6 @@
 """`quire drain` against a fake of a process, and what `quire restart` says of what is not there."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
@@ -30,15 +28,9 @@ class FakeProcess(admin_pb2_grpc.AdminServiceServicer):
 
 
 @pytest.fixture
-async def process() -> AsyncIterator[tuple[str, FakeProcess]]:
-    fake, server = FakeProcess(), grpc.aio.server()
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        yield f"unix:{folder}/s", fake
-        await server.stop(0)
+async def process(serve) -> tuple[str, FakeProcess]:
+    fake = FakeProcess()
+    return await serve(admin_pb2_grpc.add_AdminServiceServicer_to_server, fake), fake
 
 
 async def test_it_says_what_is_live_until_it_has_drained(process, capsys):

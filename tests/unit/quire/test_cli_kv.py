@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import tempfile
 
-import grpc.aio
 import pytest
 
 from quire.cli import target
@@ -13,7 +11,6 @@ from quire.client import AsyncClient, Client
 from quire.kv_types import KvTier, SequenceStatus
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import FailedPreconditionError
-from rpc.status import ErrorInterceptor
 
 
 async def run(*argv: str) -> int:
@@ -71,14 +68,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 @pytest.fixture
-async def scheduler():
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(FakeScheduler(), server)
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        yield f"unix:{folder}/s"
-        await server.stop(0)
+async def scheduler(serve):
+    add = scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server
+    return await serve(add, FakeScheduler())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """`quire unload` and `quire load` against a fake of the scheduler."""
 
 import asyncio
-import tempfile
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from quire.activity_types import WorkerActivity
@@ -14,7 +12,6 @@ from quire.cli.top_view import _worker_cells, _worker_name
 from quire.types import Load
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.errors import FailedPreconditionError
-from rpc.status import ErrorInterceptor
 
 TARGET = "10.0.0.7:50053"
 HERE = str(Path("models/b").absolute())
@@ -46,16 +43,10 @@ class FakeScheduler(loading_pb2_grpc.LoadingServiceServicer):
 
 
 @pytest.fixture
-async def scheduler():
-    fake, server = FakeScheduler(), grpc.aio.server(interceptors=[ErrorInterceptor()])
-    loading_pb2_grpc.add_LoadingServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        fake.target = f"unix:{folder}/s"
-        yield fake
-        await server.stop(0)
+async def scheduler(serve):
+    fake = FakeScheduler()
+    fake.target = await serve(loading_pb2_grpc.add_LoadingServiceServicer_to_server, fake)
+    return fake
 
 
 async def run(scheduler, *argv):

@@ -1,17 +1,14 @@
 """`quire lora` against a fake of the scheduler."""
 
 import asyncio
-import tempfile
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, common_pb2
 from rpc.errors import AlreadyExistsError
-from rpc.status import ErrorInterceptor
 
 HERE = Path("adapters/c").absolute()
 
@@ -44,16 +41,10 @@ class FakeScheduler(adapters_pb2_grpc.AdapterServiceServicer):
 
 
 @pytest.fixture
-async def scheduler():
-    fake, server = FakeScheduler(), grpc.aio.server(interceptors=[ErrorInterceptor()])
-    adapters_pb2_grpc.add_AdapterServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        fake.target = f"unix:{folder}/s"
-        yield fake
-        await server.stop(0)
+async def scheduler(serve):
+    fake = FakeScheduler()
+    fake.target = await serve(adapters_pb2_grpc.add_AdapterServiceServicer_to_server, fake)
+    return fake
 
 
 async def run(*argv):

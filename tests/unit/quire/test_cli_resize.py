@@ -1,16 +1,13 @@
 """`quire resize` against a fake of the scheduler."""
 
 import asyncio
-import tempfile
 
-import grpc.aio
 import pytest
 
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import FailedPreconditionError
-from rpc.status import ErrorInterceptor
 
 GIB = 1024**3
 
@@ -37,16 +34,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 @pytest.fixture
-async def scheduler():
-    fake, server = FakeScheduler(), grpc.aio.server(interceptors=[ErrorInterceptor()])
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(fake, server)
-    # pytest's own temporary paths can be longer than a socket's may be.
-    with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        server.add_insecure_port(f"unix:{folder}/s")
-        await server.start()
-        fake.target = f"unix:{folder}/s"
-        yield fake
-        await server.stop(0)
+async def scheduler(serve):
+    fake = FakeScheduler()
+    fake.target = await serve(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, fake)
+    return fake
 
 
 async def run(*argv):

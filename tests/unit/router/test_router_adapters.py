@@ -6,6 +6,13 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from quire.v1 import adapters_pb2, common_pb2
+from router.adapter_wire import (
+    held_from_proto,
+    held_to_proto,
+    loaded_from_proto,
+    loaded_to_proto,
+)
 from router.adapters import Adapters
 from router.domain import FinishReason, GenerateRequest, OutputFinished
 from rpc.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
@@ -125,11 +132,21 @@ async def test_what_is_loaded_is_listed_when_the_call_returns(router):
     assert (loaded.adapter.name, loaded.was_there) == ("a", False)
     assert names(router.inference) == ["tiny", "a"]
     assert (await adapters.load("a", "/adapters/a", "unix:")).was_there
-    assert [each.adapter.name for each in await adapters.loaded("unix:")] == ["a"]
+    assert [each.adapter.name for each in await adapters.held("unix:")] == ["a"]
     await adapters.unload("a", "unix:")
-    assert await adapters.loaded("unix:") == []
+    assert await adapters.held("unix:") == []
     with pytest.raises(NotFoundError, match="'a' is not loaded"):
         await adapters.unload("a", "unix:")
+
+
+def test_an_operator_is_told_all_that_a_scheduler_says():
+    told = common_pb2.LoraAdapter(name="a", digest=b"a" * 32, directory="/adapters/a")
+    loaded = adapters_pb2.LoadAdapterResponse(adapter=told, was_there=True)
+    assert loaded_to_proto(loaded_from_proto(loaded)) == loaded
+    held = adapters_pb2.LoadedAdapter(adapter=told, is_leaving=True)
+    assert held_to_proto(held_from_proto(held)) == held
+    for message in (told, loaded, held):
+        assert len(message.ListFields()) == len(message.DESCRIPTOR.fields)
 
 
 async def test_an_adapter_cannot_have_the_models_name(router):
@@ -149,7 +166,7 @@ async def test_only_operators_may(router):
         for call in (
             adapters.load("a", "/adapters/a", peer),
             adapters.unload("a", peer),
-            adapters.loaded(peer),
+            adapters.held(peer),
         ):
             with pytest.raises(PermissionDeniedError, match=problem):
                 await call

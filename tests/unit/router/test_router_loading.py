@@ -9,10 +9,18 @@ import pytest
 import tokenizers as hf_tokenizers
 from router_fake_scheduler import FakeScheduler
 
+from quire.v1 import loading_pb2
 from router import tokenizers as tokenizers_module
 from router.domain import FinishReason, GenerateRequest, OutputFinished
 from router.loading import Loading
+from router.loading_wire import (
+    progress_from_proto,
+    progress_to_proto,
+    unloaded_from_proto,
+    unloaded_to_proto,
+)
 from router.scheduler_link import LinkConfig
+from router.scheduler_loading import SchedulerLoading
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
 from router.tokenizers import Tokenizers
@@ -33,7 +41,7 @@ PEER = "unix:"
 
 def operated(schedulers, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    return Loading(schedulers, operators, None)
+    return Loading(schedulers, operators, SchedulerLoading(None))
 
 
 async def reconnect(router):
@@ -72,6 +80,19 @@ async def test_all_workers_are_unloaded_and_loaded(router):
         ("", True),
     ]
     assert router.scheduler.loading.directory == "/models/b"
+
+
+def test_an_operator_is_told_all_that_a_scheduler_says():
+    unloaded = loading_pb2.UnloadedWorker(worker="w", was_unloaded=True)
+    assert unloaded_to_proto(unloaded_from_proto(unloaded)) == unloaded
+    told = loading_pb2.LoadResponse(
+        worker="w", status="ready", progress=0.0, is_done=True, was_loaded=True
+    )
+    assert progress_to_proto(progress_from_proto(told)) == told
+    for message in (unloaded, told):
+        assert len(message.ListFields()) == len(message.DESCRIPTOR.fields)
+    told.ClearField("progress")
+    assert progress_to_proto(progress_from_proto(told)) == told
 
 
 async def test_what_a_scheduler_refuses_is_told(router):

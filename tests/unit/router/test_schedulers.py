@@ -13,7 +13,6 @@ from router import schedulers as schedulers_module
 from router.adapters import Adapters
 from router.domain import GenerateRequest, OutputDelta, ResumeRequest
 from router.inference import Inference
-from router.scheduler_choice import Candidate, choose
 from router.scheduler_link import LinkConfig
 from router.schedulers import Schedulers
 from router.tokenizer import load_tokenizer
@@ -359,7 +358,7 @@ async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, mo
         with pytest.raises(UnavailableError, match=f"scheduler at {pair[1].target} has not been"):
             await change
     assert pair[0].adapters == ("a",)
-    assert [each.adapter.name for each in await adapters.loaded("unix:")] == ["a"]
+    assert [each.adapter.name for each in await adapters.held("unix:")] == ["a"]
     monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, as one that stands by
     await adapters.unload("a", "unix:")
     assert pair[0].adapters == ()
@@ -381,46 +380,3 @@ async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
     await pair[0].tell_adapters()
     await adapters.unload("a", "unix:")  # one has none
     assert [fake.adapters for fake in pair] == [(), ()]
-
-
-class TestChoice:
-    IDLE = tuple(Candidate(name, 0) for name in "abc")
-
-    def test_all_routers_choose_alike_in_whatever_order_they_list(self):
-        for first in range(20):
-            chosen = self.IDLE[choose([first], "", 1, self.IDLE)].name
-            turned = self.IDLE[::-1]
-            assert turned[choose([first], "", 1, turned)].name == chosen
-
-    def test_only_the_beginning_and_the_salt_count(self):
-        prompts = [list(range(64)), [*range(64), 7], [*range(64), 8, 9]]
-        assert len({choose(prompt, "s", 1, self.IDLE) for prompt in prompts}) == 1
-        assert len({choose(prompts[0], str(salt), 1, self.IDLE) for salt in range(20)}) == 3
-
-    def test_one_without_room_is_left_out_unless_all_are(self):
-        full = [Candidate(name, 0, room=1) for name in "abc"]
-        for first in range(20):
-            index = choose([first], "", 2, self.IDLE)
-            assert choose([first], "", 2, full) == index
-            one_full = [*self.IDLE[:index], full[index], *self.IDLE[index + 1 :]]
-            assert choose([first], "", 2, one_full) != index
-            assert choose([first], "", 1, one_full) == index
-
-    def test_the_requests_of_one_that_goes_move_and_no_others(self):
-        for first in range(20):
-            before = self.IDLE[choose([first], "", 1, self.IDLE)].name
-            after = self.IDLE[:2][choose([first], "", 1, self.IDLE[:2])].name
-            assert before in (after, "c")
-
-    def test_one_that_has_more_than_its_share_is_passed_over(self):
-        first = choose([1], "", 1, self.IDLE)
-        loads = [30, 30, 30]
-        loads[first] = 60
-        busy = [Candidate(c.name, n) for c, n in zip(self.IDLE, loads, strict=True)]
-        assert choose([1], "", 1, busy) != first
-        wide = [Candidate(c.name, n, 1 + (n == 60)) for c, n in zip(self.IDLE, loads, strict=True)]
-        assert choose([1], "", 1, wide) == first  # it has two workers
-
-    def test_a_request_too_wide_for_all_goes_where_least_is(self):
-        loads = [Candidate("a", 9), Candidate("b", 8), Candidate("c", 9)]
-        assert choose([1], "", 100, loads) == 1

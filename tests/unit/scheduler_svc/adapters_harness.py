@@ -4,7 +4,8 @@ import contextlib
 
 import grpc
 import pytest
-from scheduler_fake_worker import FakeWorker, adapter
+from scheduler_fake_adapters import adapter
+from scheduler_fake_worker import FakeWorker
 from scheduler_harness import FakeRouter, running_scheduler
 
 from quire.v1 import adapters_pb2, adapters_pb2_grpc

@@ -9,18 +9,18 @@ import grpc.aio
 import numpy as np
 
 from quire.v1 import (
-    adapters_pb2,
     adapters_pb2_grpc,
     admin_pb2,
     admin_pb2_grpc,
     common_pb2,
-    loading_pb2,
     loading_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
 from rpc.packing import pack_int32, unpack_int32
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
+from tests.unit.scheduler_svc.scheduler_fake_adapters import FakeAdapters
+from tests.unit.scheduler_svc.scheduler_fake_loading import FakeLoading
 
 VOCAB_SIZE = 1000
 
@@ -53,108 +53,6 @@ class Row:
     identity: bytes
     started: bool = False  # computed all its known tokens
     stopped: bool = False
-
-
-class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
-    """Its adapters: what a directory holds has its last letter as digest, 32 times."""
-
-    def __init__(self, worker):
-        self.worker = worker
-        self.error = None  # of a load
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-        self.was_asked = asyncio.Event()
-        self.num_loads = 0
-
-    @property
-    def names(self):
-        return [each.name for each in self.worker.info.model.adapters]
-
-    def add(self, name, directory):
-        self.worker.info.model.adapters.append(adapter(name, directory))
-
-    async def LoadAdapter(self, request, context):  # noqa: N802
-        assert request.epoch == self.worker.epoch
-        self.was_asked.set()
-        self.num_loads += 1
-        await self.may_load.wait()
-        if self.error is not None:
-            await context.abort(*self.error)
-        wanted = adapter(request.name, request.directory)
-        has = {each.name: each.digest for each in self.worker.info.model.adapters}
-        if has.get(request.name, wanted.digest) != wanted.digest:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "it has other contents")
-        if request.name not in has:
-            self.add(request.name, request.directory)
-        return adapters_pb2.LoadAdapterResponse(adapter=wanted, was_there=request.name in has)
-
-    async def UnloadAdapter(self, request, context):  # noqa: N802
-        assert request.epoch == self.worker.epoch
-        gone = request.name, request.digest
-        kept = [
-            each for each in self.worker.info.model.adapters if (each.name, each.digest) != gone
-        ]
-        if len(kept) == len(self.names):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
-        del self.worker.info.model.adapters[:]
-        self.worker.info.model.adapters.extend(kept)
-        return adapters_pb2.UnloadAdapterResponse()
-
-
-def adapter(name, directory):
-    return common_pb2.LoraAdapter(
-        name=name, digest=directory[-1:].encode() * 32, directory=directory
-    )
-
-
-class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
-    """Its model: what a directory holds is called by the directory's name."""
-
-    def __init__(self, worker):
-        self.worker = worker
-        self.is_unloaded = False
-        self.is_loading = False
-        self.error = None  # of whatever is asked
-        self.was_asked = asyncio.Event()
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-        self.unload_limit_s = None
-        self.may_unload = asyncio.Event()
-        self.may_unload.set()
-
-    async def Unload(self, request, context):  # noqa: N802
-        assert request.epoch == self.worker.epoch
-        assert not request.worker
-        self.unload_limit_s = context.time_remaining()
-        self.was_asked.set()
-        await self.may_unload.wait()
-        if self.error is not None:
-            await context.abort(*self.error)
-        if self.is_loading:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it is being loaded")
-        was_unloaded, self.is_unloaded = self.is_unloaded, True
-        self.worker.rows = {}
-        self.worker.go()
-        return loading_pb2.UnloadResponse(
-            workers=[loading_pb2.UnloadedWorker(worker="w", was_unloaded=was_unloaded)]
-        )
-
-    async def Load(self, request, context):  # noqa: N802
-        assert request.epoch == self.worker.epoch
-        self.is_loading = True  # until it is there, even if the caller leaves
-        yield loading_pb2.LoadResponse(worker="w", status="loading weights", progress=0.5)
-        await self.may_load.wait()
-        self.is_loading = False
-        if self.error is not None:
-            await context.abort(*self.error)
-        was_loaded, self.is_unloaded = not self.is_unloaded, False
-        if request.directory:
-            model = self.worker.info.model
-            model.id, model.directory = request.directory[1:], request.directory
-            del model.adapters[:]
-        yield loading_pb2.LoadResponse(
-            worker="w", status="ready", is_done=True, was_loaded=was_loaded
-        )
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):

@@ -5,7 +5,8 @@ import asyncio
 import grpc
 import pytest
 from adapters_harness import SQL, A, B, Router, refusal, service
-from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
+from scheduler_fake_adapters import adapter
+from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler
 
 from quire.v1 import adapters_pb2, scheduler_pb2

@@ -5,7 +5,8 @@ import contextlib
 
 import grpc
 import pytest
-from scheduler_fake_worker import FakeWorker, adapter, expected_tokens
+from scheduler_fake_adapters import adapter
+from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import FakeRouter, get, running_scheduler, wait_until_not_ready
 
 from quire.v1 import (

@@ -12,12 +12,8 @@ from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
 from scheduler_svc.core.plan import Admitted, Finished, News, Pinned
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.domain import LoraAdapter, ModelInfo
-from scheduler_svc.wire.router import (
-    merge_step_outputs,
-    news_to_proto,
-    refused_to_proto,
-    request_from_proto,
-)
+from scheduler_svc.wire.request import request_from_proto
+from scheduler_svc.wire.router import merge_step_outputs, news_to_proto, refused_to_proto
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
-from quire.v1.adapters_pb2 import LoadAdapterResponse
 from router.chat_template import ChatTemplate
 from router.domain import (
     Event,
     FinishReason,
     GenerateRequest,
     Load,
+    LoadedAdapter,
+    LoraAdapter,
     ModelInfo,
     OutputDelta,
     OutputFinished,
@@ -188,13 +189,13 @@ class FakeAdapters:
         self.names: set[str] = set()
         self.refusal: Exception | None = None
 
-    async def load(self, name: str, directory: str, peer: str) -> LoadAdapterResponse:
+    async def load(self, name: str, directory: str, peer: str) -> LoadedAdapter:
         self.calls.append((name, directory, peer))
         if self.refusal is not None:
             raise self.refusal
         was_there = name in self.names
         self.names.add(name)
-        return LoadAdapterResponse(was_there=was_there)
+        return LoadedAdapter(LoraAdapter(name, b"", directory), was_there)
 
     async def unload(self, name: str, peer: str) -> None:
         self.calls.append((name, peer))

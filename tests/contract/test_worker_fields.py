@@ -1,0 +1,68 @@
+"""What only a worker honours, the processes before it refuse by name: `epoch`."""
+
+import contextlib
+import tempfile
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import message_factory
+
+import router.adapter_face
+import router.loading_face
+import scheduler_svc.adapter_service
+import scheduler_svc.loading_service
+from quire.v1 import adapters_pb2, loading_pb2
+from rpc.channel import open_channel
+from rpc.grpc_server import make_grpc_server
+from rpc.settings import ProcessSettings
+
+METHODS = [
+    method
+    for file in (adapters_pb2, loading_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if "epoch" in method.input_type.fields_by_name
+]
+# What stands behind a servicer is not reached.
+SERVICES = {
+    "router": (
+        router.adapter_face.adapter_service(None),
+        router.loading_face.loading_service(None),
+    ),
+    "scheduler": (
+        scheduler_svc.adapter_service.adapter_service(None),
+        scheduler_svc.loading_service.loading_service(None),
+    ),
+}
+
+
+@contextlib.asynccontextmanager
+async def connected(services):
+    server = make_grpc_server(ProcessSettings(), services)
+    # pytest's own temporary paths can be longer than a socket's may be.
+    with tempfile.TemporaryDirectory(prefix="q-") as folder:
+        server.add_insecure_port(f"unix:{folder}/s")
+        await server.start()
+        async with open_channel(f"unix:{folder}/s") as channel:
+            yield channel
+        await server.stop(0)
+
+
+def test_the_methods_that_carry_an_epoch_are_found():
+    assert {method.name for method in METHODS} == {"LoadAdapter", "UnloadAdapter", "Load", "Unload"}
+
+
+@pytest.mark.parametrize("process", SERVICES)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+async def test_an_epoch_is_refused_by_name(process, method):
+    request = message_factory.GetMessageClass(method.input_type)(epoch=7)
+    async with connected(SERVICES[process]) as channel:
+        call = channel.unary_stream(
+            f"/{method.containing_service.full_name}/{method.name}",
+            request_serializer=type(request).SerializeToString,
+        )(request, timeout=30)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith("epoch is 7; only workers")
