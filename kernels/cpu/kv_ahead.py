@@ -45,7 +45,7 @@ def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0
-    for place, (num_in, num_out) in reversed(maps.items()):
+    for place, (num_in, num_out) in reversed(list(maps.items())):
         num_runs = -(-num_out // _PANEL) * -(-(num_in // 2) // _RUN_STEPS)
         aheads[place] = KvAhead(attention, num_runs, num_after)
         num_after += num_runs
