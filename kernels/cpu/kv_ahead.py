@@ -13,9 +13,12 @@ from kernels.cpu.library import Call, Field
 
 _Place = TypeVar("_Place", bound=Hashable)
 
-_RUN_STEPS: Final = 128
-"""Pairs of input features that a product multiplies while it fetches a run; as in C."""
-_PANEL: Final = 32
+RUN_STEPS: Final = 128
+"""Pairs of input features that a product multiplies, at least, while it fetches a run; as in C."""
+MAX_RUNS: Final = 256
+"""A product that would fetch more fetches none; as in C."""
+PANEL: Final = 32
+"""Output features of a product; as in C."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +49,8 @@ def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0
     for place, (num_in, num_out) in reversed(list(maps.items())):
-        num_runs = -(-num_out // _PANEL) * -(-(num_in // 2) // _RUN_STEPS)
+        of_product = num_in // 2 // RUN_STEPS
+        num_runs = -(-num_out // PANEL) * of_product if of_product <= MAX_RUNS else 0
         aheads[place] = KvAhead(attention, num_runs, num_after)
         num_after += num_runs
     return aheads

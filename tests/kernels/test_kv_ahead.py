@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu.build import SOURCES
-from kernels.cpu.kv_ahead import share_out
+from kernels.cpu.kv_ahead import MAX_RUNS, PANEL, RUN_STEPS, share_out
 from kernels.cpu.library import Call, native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
@@ -20,7 +20,7 @@ BFLOAT16 = 1
 
 
 @pytest.fixture(scope="module")
-def all_runs(tmp_path_factory, request):
+def built(tmp_path_factory, request):
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -28,18 +28,31 @@ def all_runs(tmp_path_factory, request):
     made = tmp_path_factory.mktemp("built") / "runs.so"
     flags = ["-O1", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-shared"]
     subprocess.run([compiler, *flags, f"-I{SOURCES}", "-o", made, source, "-lm"], check=True)
-    return ctypes.CDLL(str(made)).all_runs
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture
+def all_runs(built):
+    return built.all_runs
+
+
+def test_python_and_c_know_the_same_numbers(built):
+    numbers = (ctypes.c_int64 * 3).in_dll(built, "constants")
+    assert tuple(numbers) == (RUN_STEPS, MAX_RUNS, PANEL)
 
 
 class Layer:
     """An attention's view of a pool, and what a step's sequences have in it."""
 
-    def __init__(self, seq_lens, *, block_size=16, num_kv_heads=4, window=0):
+    def __init__(self, seq_lens, query_lens=None, *, block_size=16, num_kv_heads=4, window=0):
         pool = torch.zeros(
             BLOCKS, LAYERS, 2, block_size, num_kv_heads, HEAD_DIM, dtype=torch.bfloat16
         )
         self.keys, self.values = pool[:, 1, 0], pool[:, 1, 1]
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        self.query_starts = None
+        if query_lens is not None:
+            self.query_starts = torch.tensor([0, *itertools.accumulate(query_lens)]).int()
         width = -(-max(seq_lens) // block_size)
         order = torch.randperm(BLOCKS)[: len(seq_lens) * width]
         self.tables = order.view(len(seq_lens), width).to(torch.int32)
@@ -47,7 +60,8 @@ class Layer:
         self.structure = native().attention.pack(
             BFLOAT16, 0, len(seq_lens), len(seq_lens), num_kv_heads, num_kv_heads, HEAD_DIM,
             block_size, window, 0, self.keys.data_ptr(), self.values.data_ptr(), 0, 0,
-            self.tables.data_ptr(), self.seq_lens.data_ptr(), 0, 0, 0, 0, 0, 0,
+            self.tables.data_ptr(), self.seq_lens.data_ptr(),
+            0 if self.query_starts is None else self.query_starts.data_ptr(), 0, 0, 0, 0, 0,
             *self.keys.stride()[:3], *self.values.stride()[:3], *(0,) * 6,
             self.tables.stride(0), 1.0, 0.0,
         )  # fmt: skip
@@ -77,11 +91,28 @@ def fetched(all_runs, layer, num_runs, num_after, num_tiles, num_shares=3, count
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("num_shares", [1, 2, 7, 256])
 def test_a_map_with_room_for_all_fetches_each_side_of_each_block_once(all_runs, num_shares, count):
-    layer = Layer([33, 0, 16, 1, 0, 100])
+    layer = Layer([34, 0, 17, 1, 0, 100])
     runs = fetched(all_runs, layer, 1000, 0, 1, num_shares, count)
-    blocks = [(0, 3), (0, 0), (0, 1), (0, 1), (0, 0), (0, 7)]
+    blocks = [(0, 3), (0, 0), (0, 1), (0, 0), (0, 0), (0, 7)]
     assert [address for address, _ in runs] == layer.starts(blocks)
     assert {size for _, size in runs} == {layer.side_bytes}
+
+
+def test_what_a_step_stores_is_not_fetched(all_runs):
+    # A fresh prompt, a later chunk, a decode at a block's first slot, and one at its second.
+    layer = Layer([40, 40, 33, 34], [40, 8, 1, 1])
+    runs = fetched(all_runs, layer, 1000, 0, 1)
+    blocks = [(0, 0), (0, 2), (0, 2), (0, 3)]
+    assert [address for address, _ in runs] == layer.starts(blocks)
+
+
+def test_no_more_is_fetched_than_a_cache_holds(all_runs):
+    layer = Layer([16 * BLOCKS], num_kv_heads=128)
+    starts = layer.starts([(0, BLOCKS)])
+    runs = fetched(all_runs, layer, 100000, 0, 1)
+    assert sum(size for _, size in runs) == 16 << 20
+    assert runs[-1][0] == starts[-1] + layer.side_bytes - 8192
+    assert fetched(all_runs, layer, 100000, len(runs), 1) == []
 
 
 def test_a_large_block_is_several_runs_that_cover_it(all_runs):
@@ -99,7 +130,7 @@ def test_a_large_block_is_several_runs_that_cover_it(all_runs):
 
 
 def test_blocks_before_a_window_are_not_fetched(all_runs):
-    layer = Layer([200, 64], window=40)
+    layer = Layer([200, 65], window=40)
     runs = fetched(all_runs, layer, 1000, 0, 1)
     # Attention looks at whole tiles of 64 positions, from 128 on of the first sequence.
     assert [address for address, _ in runs] == layer.starts([(8, 13), (0, 4)])
@@ -107,7 +138,7 @@ def test_blocks_before_a_window_are_not_fetched(all_runs):
 
 @pytest.mark.parametrize("num_tiles", [1, 2])
 def test_maps_without_room_for_all_fetch_the_end_and_the_last_one_the_last(all_runs, num_tiles):
-    layer = Layer([16 * 10])
+    layer = Layer([16 * 10 + 1])
     starts = layer.starts([(0, 10)])
     sizes, after = [4, 3, 2], [5, 2, 0]
     of_maps = [
@@ -132,10 +163,12 @@ def test_nothing_is_fetched_for_an_empty_step(all_runs):
 
 def test_the_maps_before_an_attention_share_it_out_from_its_end():
     attention = Call(native().attention, ())
-    parts = share_out(attention, {"o": (768, 768), "down": (2048, 769), "qkv": (100, 32)})
+    maps = {"o": (768, 768), "wide": (70000, 32), "down": (2048, 769), "qkv": (896, 32)}
+    parts = share_out(attention, maps)
     assert {name: (part.num_runs, part.num_runs_after) for name, part in parts.items()} == {
-        "o": (24 * 3, 25 * 8 + 1),
-        "down": (25 * 8, 1),
-        "qkv": (1, 0),
+        "o": (24 * 3, 25 * 8 + 3),
+        "wide": (0, 25 * 8 + 3),
+        "down": (25 * 8, 3),
+        "qkv": (3, 0),
     }
     assert all(part.attention is attention for part in parts.values())

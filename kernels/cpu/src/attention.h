@@ -66,6 +66,12 @@ struct kv_tile {
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
+/* The first token of a sequence in the batch. */
+INLINE int64_t query_start(const struct attention *a, int64_t seq)
+{
+    return a->query_start_loc ? a->query_start_loc[seq] : seq;
+}
+
 /* The first position that a token sees, down to a tile's start. */
 INLINE int64_t first_seen(const struct attention *a, int64_t position)
 {

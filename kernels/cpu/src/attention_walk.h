@@ -16,11 +16,6 @@ struct walk {
     int64_t cost;                       /* of the items so far */
 };
 
-INLINE int64_t query_start(const struct attention *a, int64_t seq)
-{
-    return a->query_start_loc ? a->query_start_loc[seq] : seq;
-}
-
 /* How many splits a sequence's lone token looks back over; several tokens are not split. */
 INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
 {

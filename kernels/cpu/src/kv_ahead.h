@@ -1,8 +1,9 @@
 /* The keys and values that attention reads next, fetched from memory while a linear map computes.
  *
  * A map of many rows reads its weights once, for the first tile of rows, and memory rests while it
- * computes the others; attention of many short sequences waits for little else. What is fetched so
- * early lies in the second- or third-level cache by then.
+ * computes the others; attention of many short sequences waits for little else. What is fetched goes to
+ * the second-level cache, and from there to the third: so not more than MOST_BYTES of a layer, and of a
+ * prompt nothing that is stored in this step.
  *
  * Of a block its keys are some runs of at most RUN_BYTES, then its values as many. */
 #ifndef QUIRE_KV_AHEAD_H
@@ -11,7 +12,10 @@
 #include "attention.h"
 #include "threads.h"
 
-enum { MAX_RUNS = 64 }; /* of one product */
+enum {
+    MAX_RUNS = 256, /* of one product: none are fetched by one of more steps */
+    MOST_BYTES = 16 << 20,
+};
 
 /* What a map fetches. The last ones before the attention fetch as much as they can, and those before
  * them the rest: what is fetched later is likelier to be in a cache still. */
@@ -29,19 +33,26 @@ struct kv_ahead {
     int64_t seq, block, run;        /* the next one; `block` in the sequence's table */
 };
 
+/* How many positions of a sequence were stored before this step. */
+INLINE int64_t stored_before(const struct attention *a, int64_t seq)
+{
+    return max64(0, a->seq_lens[seq] - (query_start(a, seq + 1) - query_start(a, seq)));
+}
+
+/* The blocks of a sequence that are worth fetching: [first_block, end_block) of its table. */
 INLINE int64_t first_block(const struct attention *a, int64_t seq)
 {
-    return first_seen(a, a->seq_lens[seq] - 1) / a->block_size;
+    return a->window ? first_seen(a, stored_before(a, seq)) / a->block_size : 0;
 }
 
 INLINE int64_t end_block(const struct attention *a, int64_t seq)
 {
-    return ceil_div(a->seq_lens[seq], a->block_size);
+    return (uint32_t)(stored_before(a, seq) + a->block_size - 1) / (uint32_t)a->block_size;
 }
 
 INLINE int64_t num_blocks_of(const struct attention *a, int64_t seq)
 {
-    return a->seq_lens[seq] ? end_block(a, seq) - first_block(a, seq) : 0;
+    return max64(0, end_block(a, seq) - first_block(a, seq));
 }
 
 /* To the first block of the next sequence that has one, from `seq` on; there is one. */
@@ -58,7 +69,7 @@ static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles
 {
     const struct attention *a = part->attention;
     struct kv_ahead ahead = {.attention = a};
-    if (!a || num_tiles == 0) return ahead;
+    if (!a || num_tiles * part->num_runs == 0) return ahead;
     int64_t side_bytes = kept_bytes((dtype)a->type, (kv_format)a->format) *
                          max64(a->block_size * a->key_stride_p, a->num_kv_heads * a->key_stride_h);
     ahead.num_of_side = ceil_div(side_bytes, RUN_BYTES);
@@ -66,8 +77,10 @@ static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles
 
     int64_t num_blocks = 0, of_block = 2 * ahead.num_of_side;
     for (int64_t seq = 0; seq < a->num_seqs; seq++) num_blocks += num_blocks_of(a, seq);
-    int64_t end = max64(0, num_blocks * of_block - part->num_runs_after * num_tiles);
-    int64_t count = min64(end, part->num_runs * num_tiles);
+    int64_t num_runs = num_blocks * of_block;
+    int64_t skipped = max64(0, num_runs - MOST_BYTES / ahead.run_bytes);
+    int64_t end = max64(skipped, num_runs - part->num_runs_after * num_tiles);
+    int64_t count = min64(end - skipped, part->num_runs * num_tiles);
     int64_t first = end - count + share_start(count, share, num_shares);
     ahead.num_left = end - count + share_start(count, share + 1, num_shares) - first;
     if (ahead.num_left == 0) return ahead;
@@ -80,11 +93,11 @@ static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles
     return ahead;
 }
 
-/* The next runs, at most `count`, and again the last of them if they are fewer; whether there is any. */
+/* The next `count` runs, or, if they are fewer, the last of them again and again; whether there is any. */
 static bool next_runs(struct kv_ahead *ahead, int64_t count, const char *runs[])
 {
     const struct attention *a = ahead->attention;
-    if (ahead->num_left == 0 || count > MAX_RUNS) return false;
+    if (ahead->num_left == 0 || count < 1 || count > MAX_RUNS) return false;
     int64_t bytes = kept_bytes((dtype)a->type, (kv_format)a->format), found = 0;
     for (; found < count && ahead->num_left > 0; ahead->num_left--) {
         int64_t block = a->block_tables[ahead->seq * a->table_stride + ahead->block];

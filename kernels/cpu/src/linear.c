@@ -62,19 +62,21 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
     int64_t steps = a->num_in / 2;
     int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
     int64_t ahead_bytes = end - row == 1 ? PREFETCH_BYTES / 4 : PREFETCH_BYTES;
+    int64_t num_runs = steps / RUN_STEPS, run_steps = num_runs ? ceil_div(steps, num_runs) : steps;
     for (int64_t r = row; r < end; r += height) {
         int n = (int)min64(height, end - r);
         for (int64_t part = 0; part < num_parts; part++) {
             const uint32_t *weight = a->weight + (panel + part * num_panels) * steps * PANEL;
             const char *later[MAX_RUNS];
-            bool is_later = r > row && next_runs(next, ceil_div(steps, RUN_STEPS), later);
+            bool is_later = r > row && next_runs(next, num_runs, later);
             product(PAIRS, n, PANEL,
                     (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
                                      .b = (const char *)weight, .ldb = PANEL, .steps = steps,
                                      .c = sums[part], .ldc = PANEL, .fresh = true,
                                      .ahead_bytes = r > row ? 0 : ahead_bytes,
                                      .later = is_later ? later : NULL,
-                                     .later_bytes = ceil_div(next->run_bytes, RUN_STEPS)});
+                                     .later_steps = run_steps,
+                                     .later_bytes = ceil_div(next->run_bytes, run_steps)});
         }
         for (int i = 0; i < n; i++) {
             const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;

@@ -56,8 +56,8 @@ struct product {
     int64_t ldc;
     bool fresh;         /* c is written, not added to */
     int64_t ahead_bytes; /* how far ahead b is fetched from memory; 0: it is in a cache */
-    const char *const *later; /* [ceil(steps / RUN_STEPS)] runs that are fetched instead; or NULL */
-    int64_t later_bytes;      /* of a run, that each step fetches */
+    const char *const *later; /* runs that are fetched instead, one after the other; or NULL */
+    int64_t later_steps, later_bytes; /* that each is fetched in, and what a step fetches of it */
 };
 
 INLINE void tile_product(step_kind kind, int rows, int vectors, bool is_later,
@@ -73,8 +73,8 @@ INLINE void tile_product(step_kind kind, int rows, int vectors, bool is_later,
         __asm__("" : "+r"(a[i])); /* or the compiler would keep a register for each row */
     }
     for (int64_t k = 0; k < p->steps;) {
-        int64_t end = is_later ? min64(p->steps, k + RUN_STEPS) : p->steps;
-        const char *later = is_later ? p->later[k / RUN_STEPS] : NULL;
+        int64_t end = is_later ? min64(p->steps, k + p->later_steps) : p->steps;
+        const char *later = is_later ? p->later[k / p->later_steps] : NULL;
         for (; k < end; k++) {
             const char *b = p->b + 4 * k * p->ldb;
             vf column[TILE_VECTORS];

@@ -1,5 +1,8 @@
 """The layers as one native program, against the same layers op by op."""
 
+import ctypes
+import struct
+
 import pytest
 import torch
 
@@ -120,6 +123,32 @@ def test_a_program_of_any_size_reads_nothing_of_the_steps_before(model_dirs):
         )
         used._memory.fill_(float("nan"))
         assert torch.equal(used.forward(inputs), fresh().forward(inputs)), size
+
+
+def test_maps_fetch_for_the_attention_that_follows_them(model_dirs, monkeypatch):
+    sizes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 512}
+    model = load(model_dirs.get("llama", **sizes), BF16)
+    seen = []  # of the last program
+    run_now = library.run
+
+    def look(head):
+        address, num_calls, _ = struct.unpack("@Pqq", head)
+        table = struct.unpack(f"@{4 * num_calls}P", ctypes.string_at(address, 32 * num_calls))
+        seen[:] = zip(table[::4], table[2::4], strict=True)
+        run_now(head)
+
+    monkeypatch.setattr(library, "run", look)
+    run(model, [random_prompt(20, seed=1)], 3)
+    attention, fetched = 0, []  # the next one's fields; whether there is one, and which is fetched
+    for share, fields in reversed(seen):
+        if share == library.attention.share_address:
+            attention = fields
+        elif share == library.linear.share_address:
+            *_, of, num_runs, num_after = struct.unpack("@14q", ctypes.string_at(fields, 14 * 8))
+            fetched.append((of == attention, num_runs > 0, num_after > 0))
+    # From the last: the maps after the last attention, then each qkv, and the maps before it.
+    after_all, qkv, others = (True, False, False), (True, True, False), (True, True, True)
+    assert fetched == [after_all] * 3 + ([qkv] + [others] * 3) * 3 + [qkv]
 
 
 def test_another_pool_is_another_program(model_dirs):
