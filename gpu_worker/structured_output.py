@@ -4,8 +4,10 @@ A row's grammar moves on with each token that the row samples. On a GPU that, an
 done on a thread of its own as soon as the token is known, while the next step computes; the sampler
 waits for it only if it comes late. On a CPU no core is free while a step computes, and two threads
 that want Python's lock in turns cost more than the masks: there the sampler works them out when it
-needs them. Grammars are compiled on another thread, while the prompt is computed: one that takes
-longer than its prompt holds up the step in which its row first samples.
+needs them. There, too, a row whose grammar forces a *run* of tokens, such as the rest of a key,
+needs no masks for them, and nobody draws them. Grammars are compiled on another thread, while the
+prompt is computed: one that takes longer than its prompt holds up the step in which its row first
+samples.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
@@ -30,41 +32,91 @@ _MAX_COMPILED = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Masks:
+class Restriction:
+    """What grammars leave a step's sequences to sample; on the host."""
+
+    stuck: npt.NDArray[np.int64]
+    """int64[*]: the places of those that may sample nothing: they cannot go on."""
+    forced: npt.NDArray[np.int64]
+    """int64[F]: the places of those that may sample one token only, and whose logits are left."""
+    forced_token_ids: npt.NDArray[np.int64]
+    """int64[F]: that token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choices:
     """What rows that were advanced together may sample next."""
 
+    forced: Sequence[int | None]
+    """Of each, the only token; None: what its mask admits."""
     admitted: npt.NDArray[np.int32]
-    """int32[*, W]: bit t % 32 of word t // 32 is token t's."""
+    """int32[*, W]: bit t % 32 of word t // 32 is token t's; anything where a token is forced."""
     stuck: frozenset[int]
     """Which of them are of rows that may sample nothing."""
 
 
 class _Promise(Protocol):
-    def result(self) -> _Masks:
-        """Wait for the masks, or work them out; always the same ones."""
+    def result(self) -> _Choices:
+        """Wait for the choices, or work them out; always the same ones."""
 
 
 class _AtNeed:
     """What is worked out when it is first asked for, by the thread that asks."""
 
-    def __init__(self, work: Callable[[], _Masks]) -> None:
-        self._work: Callable[[], _Masks] | None = work
-        self._masks: _Masks | None = None
+    def __init__(self, work: Callable[[], _Choices]) -> None:
+        self._work: Callable[[], _Choices] | None = work
+        self._choices: _Choices | None = None
 
-    def result(self) -> _Masks:
-        if self._masks is None:
+    def result(self) -> _Choices:
+        if self._choices is None:
             assert self._work is not None
-            self._masks = self._work()
+            self._choices = self._work()
             self._work = None  # and what it refers to
-        return self._masks
+        return self._choices
+
+
+class _Follower:
+    """Follows a grammar along one output. One thread at a time calls it."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, output_token_ids: Sequence[int], *, asks_for_runs: bool
+    ) -> None:
+        """Begin with the output that there is; `matcher` is this follower's own."""
+        self.matcher = matcher
+        """Where the grammar is, but for the tokens of the run."""
+        self._asks_for_runs = asks_for_runs
+        self._sampled = list(output_token_ids)
+        """What the matcher has not been told of."""
+        self._run: Sequence[int] = ()
+        """Tokens that must come, the first of which may have been sampled."""
+        self._go_on()
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next; None: perhaps there are several."""
+        return self._run[len(self._sampled)] if self._run else None
+
+    def take(self, token_id: int) -> None:
+        """Move on by a token that has been sampled."""
+        self._sampled.append(token_id)
+        if len(self._sampled) >= len(self._run):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Tell the matcher all at once: each time it would work out again what it forces."""
+        self.matcher.consume_tokens(self._sampled)
+        self._sampled = []
+        if self._asks_for_runs:
+            self._run = self.matcher.compute_ff_tokens()
 
 
 class _Row:
-    """A row's place in its grammar. `matcher` is touched by one thread at a time."""
+    """What a row follows and may sample next."""
 
     def __init__(self) -> None:
-        self.matcher: llguidance.LLMatcher | None = None
-        self.masks: _Promise | None = None
+        self.follower: _Follower | None = None
+        """Touched by one thread at a time; None until its grammar is compiled."""
+        self.choices: _Promise | None = None
         self.place = 0
         """Which of them is this row's."""
 
@@ -102,6 +154,7 @@ class StructuredOutput:
         self._rows: dict[int, _Row] = {}
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
+        # It is not asked for runs: that needs Python's lock, and a GPU draws for all rows at once.
         # What it is called for it does without Python's lock, for which the step would have to wait
         # once a row. One thread: it works beside the device, not against the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
@@ -110,12 +163,13 @@ class StructuredOutput:
         """Give a free row its grammar, and the output that it has so far."""
         entry = self._rows[row] = _Row()
 
-        def begin() -> _Masks:
-            entry.matcher = self._compile(grammar)
-            entry.matcher.consume_tokens(list(output_token_ids))
-            return self._masks([entry.matcher])
+        def begin() -> _Choices:
+            entry.follower = _Follower(
+                self._compile(grammar), output_token_ids, asks_for_runs=self._thread is None
+            )
+            return self._choices([entry.follower])
 
-        entry.masks = self._compiler.submit(begin)
+        entry.choices = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
@@ -124,24 +178,28 @@ class StructuredOutput:
 
     def restrict(
         self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Suppress what the grammars do not admit.
+    ) -> Restriction:
+        """Suppress what the grammars do not admit, where they leave a choice.
 
         Args:
             logits: float32[S, V] on the device; changed.
             rows: Those that have a grammar.
             places: int64[len(rows)]: where their logits are.
-
-        Returns:
-            int64[F] on the host: the places of rows whose grammar cannot be followed any further.
         """
         entries = [self._rows[row] for row in rows]
-        masks = [(entry.masks.result(), entry.place) for entry in entries if entry.masks]
-        # Not `stack`, which takes three times as long.
-        admitted = np.concatenate([mask.admitted[place] for mask, place in masks])
-        admitted = admitted.reshape(len(rows), -1)
-        ops.suppress(logits, *upload([places, admitted], self._device))
-        return places[[i for i, (mask, place) in enumerate(masks) if place in mask.stuck]]
+        chosen = [(entry.choices.result(), entry.place) for entry in entries if entry.choices]
+        token_ids = [choices.forced[place] for choices, place in chosen]
+        free = [i for i, token_id in enumerate(token_ids) if token_id is None]
+        if free:
+            # Not `stack`, which takes three times as long.
+            admitted = np.concatenate([chosen[i][0].admitted[chosen[i][1]] for i in free])
+            admitted = admitted.reshape(len(free), -1)
+            ops.suppress(logits, *upload([places[free], admitted], self._device))
+        return Restriction(
+            places[[i for i in free if chosen[i][1] in chosen[i][0].stuck]],
+            places[[i for i, token_id in enumerate(token_ids) if token_id is not None]],
+            np.array([token_id for token_id in token_ids if token_id is not None], np.int64),
+        )
 
     def expect(
         self,
@@ -158,17 +216,17 @@ class StructuredOutput:
         """
         entries = [self._rows[row] for row in rows]
 
-        def advance() -> _Masks:
-            matchers = [entry.matcher for entry in entries if entry.matcher is not None]
+        def advance() -> _Choices:
+            followers = [entry.follower for entry in entries if entry.follower is not None]
             # Here, since the executor's thread would take longer to wake than a token to consume.
-            for matcher, token_id in zip(matchers, token_ids()[places].tolist(), strict=True):
-                matcher.consume_token(token_id)
-            return self._masks(matchers)
+            for follower, token_id in zip(followers, token_ids()[places].tolist(), strict=True):
+                follower.take(token_id)
+            return self._choices(followers)
 
         # One job for all: to hand a job over costs more than to work out a mask.
-        masks = _AtNeed(advance) if self._thread is None else self._thread.submit(advance)
+        choices = _AtNeed(advance) if self._thread is None else self._thread.submit(advance)
         for place, entry in enumerate(entries):
-            entry.masks, entry.place = masks, place
+            entry.choices, entry.place = choices, place
 
     def close(self) -> None:
         """End the threads when they have done what they were given."""
@@ -176,20 +234,25 @@ class StructuredOutput:
         if self._thread is not None:
             self._thread.stop()
 
-    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> _Masks:
+    def _choices(self, followers: Sequence[_Follower]) -> _Choices:
         """Work out which tokens may come next; none may if a grammar is lost."""
-        admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        forced = [follower.forced for follower in followers]
+        free = [
+            (follower.matcher, place)
+            for place, follower in enumerate(followers)
+            if forced[place] is None
+        ]
+        admitted = np.empty((len(followers), -(-self._vocab_size // 32)), np.int32)
         start, row_bytes = admitted.ctypes.data, admitted.strides[0]
         if self._executor is None:
-            for place, matcher in enumerate(matchers):
+            for matcher, place in free:
                 matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
         else:
-            numbered = [(matcher, place) for place, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(matchers))
-        for place, matcher in enumerate(matchers):
-            if matcher.is_error():  # too complex, as it may turn out only now
-                admitted[place] = 0
-        return _Masks(admitted, frozenset(np.nonzero(~admitted.any(1))[0].tolist()))
+            self._executor.unsafe_compute_mask_ptr(free, start, row_bytes, len(followers))
+        # One may turn out only now to be too complex. Others admit some token, or it is their end.
+        stuck = [place for matcher, place in free if matcher.is_error()]
+        admitted[stuck] = 0
+        return _Choices(forced, admitted, frozenset(stuck))
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if grammar not in self._compiled:
