@@ -22,6 +22,7 @@ from gpu_worker.structured_output import Restriction, StructuredOutput
 from gpu_worker.truncation import truncate
 from gpu_worker.upload import upload
 from kernels import ops
+from kernels.cpu.draw import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
@@ -232,14 +233,14 @@ class Sampler:
             else functools.partial(self._draw, is_suppressed=is_suppressed)
         )
         if len(drawn) == len(rows):
-            return draw_tokens(logits, rows, positions)
+            return draw_tokens(logits, drawn, rows, positions)
         if len(drawn) + len(forced) < len(rows):
             token_ids = _argmax(logits)
         else:
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if len(drawn):
             (index,) = upload([drawn], self._device)
-            drawn_ids = draw_tokens(logits.index_select(0, index), rows[drawn], positions[drawn])
+            drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
             token_ids.index_copy_(0, index, drawn_ids)
         if len(forced):
             token_ids.index_copy_(0, *upload([forced, restriction.forced_token_ids], self._device))
@@ -248,23 +249,47 @@ class Sampler:
     def _draw(
         self,
         logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: a draw for each; changes the logits."""
+        """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
         table = self.table
-        temperature, uniform = upload(
-            [
-                np.maximum(table.temperature[rows, None], _MIN_TEMPERATURE),
-                uniforms(table.seed[rows], positions),
-            ],
-            self._device,
-        )
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
+        uniform = uniforms(table.seed[rows], positions)
+        is_cut = table.is_cut[rows]
+        if not is_cut.any():
+            return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        for draw_some, (which,) in (
+            (draw_of_all, (~is_cut).nonzero()),
+            (
+                functools.partial(self._draw_cut, rows[is_cut], is_suppressed=is_suppressed),
+                is_cut.nonzero(),
+            ),
+        ):
+            given = upload([places[which], temperature[which], uniform[which]], self._device)
+            token_ids[which] = draw_some(logits, *given)
+        return token_ids
+
+    def _draw_cut(
+        self,
+        rows: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        places: torch.Tensor,
+        temperature: torch.Tensor,
+        uniform: torch.Tensor,
+        *,
+        is_suppressed: bool,
+    ) -> torch.Tensor:
+        """As `_draw`, for rows whose distribution is cut."""
+        table = self.table
         # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
-        maximum = logits.amax(1, keepdim=True).clamp_(min=_LEAST)
-        scaled = logits.sub_(maximum).div_(temperature)  # in place: not needed again
+        scaled = logits.index_select(0, places)
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
         weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         return draw(weights, uniform)
@@ -272,13 +297,15 @@ class Sampler:
     def _draw_by_kernel(
         self,
         logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
         table = self.table
-        given = upload(
+        index, *given = upload(
             [
+                places,
                 np.maximum(table.temperature[rows], _MIN_TEMPERATURE),
                 table.top_k[rows],
                 table.top_p[rows],
@@ -288,6 +315,8 @@ class Sampler:
             ],
             self._device,
         )
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, index)
         return ops.sample(logits, *given)
 
     def _logprobs(

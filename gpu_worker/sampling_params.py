@@ -58,6 +58,8 @@ class SamplingTable:
         """The vocabulary size where nothing is cut off."""
         self.top_p = np.zeros(max_num_seqs, np.float64)
         self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.is_cut = np.zeros(max_num_seqs, np.bool_)
+        """Whether any of these three may cut a token off."""
         self.repetition_penalty = np.zeros(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
@@ -85,6 +87,7 @@ class SamplingTable:
         self.top_k[row] = params.top_k or self.vocab_size
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        self.is_cut[row] = self.top_k[row] < self.vocab_size or params.top_p < 1 or params.min_p > 0
         self.repetition_penalty[row] = params.repetition_penalty
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
