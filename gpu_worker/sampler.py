@@ -18,7 +18,7 @@ import torch
 from gpu_worker.draw import draw, uniforms
 from gpu_worker.penalties import TokenCounts
 from gpu_worker.sampling_params import NO_TOKEN, SamplingParams, SamplingTable
-from gpu_worker.structured_output import Restriction, StructuredOutput
+from gpu_worker.structured_output import ForcedTokens, StructuredOutput
 from gpu_worker.truncation import truncate
 from gpu_worker.upload import upload
 from kernels import ops
@@ -31,8 +31,8 @@ _LEAST_LOG: Final = -87.0
 """The exponentials of lower numbers are no normal float32, and slow."""
 _LEAST_WEIGHT: Final = 1.7e-38
 """Little above the exponential of that."""
-_NOBODY: Final = np.empty(0, np.int64)
-_NO_RESTRICTION: Final = Restriction(_NOBODY, _NOBODY, _NOBODY)
+NOBODY: Final = np.empty(0, np.int64)
+"""The places of none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +122,8 @@ class Sampler:
         table = self.table
         is_finite = _is_finite(logits)
         if table.is_plain[rows].all():  # as in most steps: nothing to look for below
-            token_ids = self._choose(logits, rows, positions, _NO_RESTRICTION, is_suppressed=False)
-            return Sampled(token_ids, is_finite, None, _NOBODY)
+            token_ids = self._choose(logits, rows, positions, is_suppressed=False)
+            return Sampled(token_ids, is_finite, None, NOBODY)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -134,20 +134,26 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
-        restriction, structured = _NO_RESTRICTION, np.nonzero(table.has_grammar[rows])[0]
+        structured = stuck = np.nonzero(table.has_grammar[rows])[0]
         if len(structured):
             assert self._structured is not None
-            restriction = self._structured.restrict(logits, rows[structured].tolist(), structured)
+            stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
 
-        is_suppressed = len(structured) > len(restriction.forced)
-        token_ids = self._choose(logits, rows, positions, restriction, is_suppressed=is_suppressed)
+        token_ids = self._choose(logits, rows, positions, is_suppressed=len(structured) > 0)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
         if slots is not None:  # last: what fails for want of memory is called again
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
-        return Sampled(token_ids, is_finite, logprobs, restriction.stuck)
+        return Sampled(token_ids, is_finite, logprobs, stuck)
+
+    def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
+        """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
+        if self._structured is None or not self._structured.has_any:
+            return None
+        (places,) = self.table.is_only_followed[rows].nonzero()
+        return self._structured.forced(rows[places].tolist(), places)
 
     def follow(
         self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
@@ -216,17 +222,16 @@ class Sampler:
         logits: torch.Tensor,
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
-        restriction: Restriction,
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: what is forced; by the logits as they are now, the most likely token or a draw.
+        """int64[S]: by the logits as they are now, the most likely token or a draw.
 
         `is_suppressed` says whether many of them may be -inf.
         """
-        forced, is_drawn = restriction.forced, self.table.temperature[rows] != 0
-        is_drawn[forced] = False
-        drawn = is_drawn.nonzero()[0]
+        drawn = self.table.temperature[rows].nonzero()[0]
+        if not len(drawn):
+            return _argmax(logits)
         draw_tokens = (
             self._draw_by_kernel
             if logits.is_cuda
@@ -234,17 +239,10 @@ class Sampler:
         )
         if len(drawn) == len(rows):
             return draw_tokens(logits, drawn, rows, positions)
-        if len(drawn) + len(forced) < len(rows):
-            token_ids = _argmax(logits)
-        else:
-            token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        if len(drawn):
-            (index,) = upload([drawn], self._device)
-            drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
-            token_ids.index_copy_(0, index, drawn_ids)
-        if len(forced):
-            token_ids.index_copy_(0, *upload([forced, restriction.forced_token_ids], self._device))
-        return token_ids
+        token_ids = _argmax(logits)
+        (index,) = upload([drawn], self._device)
+        drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
+        return token_ids.index_copy_(0, index, drawn_ids)
 
     def _draw(
         self,

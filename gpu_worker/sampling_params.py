@@ -71,6 +71,8 @@ class SamplingTable:
         self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.is_only_followed = np.zeros(max_num_seqs, np.bool_)
+        """Whether it has a grammar, and its logits are for nothing but its next token."""
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
         """Whether its logits are sampled from as they are, and only a token is wanted."""
         self.end_token_ids = np.full(
@@ -99,6 +101,9 @@ class SamplingTable:
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.num_top_prompt_logprobs[row] = params.prompt_logprobs or 0
         self.has_grammar[row] = params.grammar is not None
+        self.is_only_followed[row] = params.grammar is not None and not (
+            params.has_penalties or params.logprobs is not None
+        )
         self.is_plain[row] = not (
             params.has_penalties
             or params.logit_bias

@@ -14,6 +14,7 @@ Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,93 +33,61 @@ _MAX_COMPILED = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Restriction:
-    """What grammars leave a step's sequences to sample; on the host."""
+class ForcedTokens:
+    """What sequences of a step must sample: at least one has no choice. On the host."""
 
-    stuck: npt.NDArray[np.int64]
-    """int64[*]: the places of those that may sample nothing: they cannot go on."""
-    forced: npt.NDArray[np.int64]
-    """int64[F]: the places of those that may sample one token only, and whose logits are left."""
-    forced_token_ids: npt.NDArray[np.int64]
-    """int64[F]: that token."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Choices:
-    """What rows that were advanced together may sample next."""
-
-    forced: Sequence[int | None]
-    """Of each, the only token; None: what its mask admits."""
-    admitted: npt.NDArray[np.int32]
-    """int32[*, W]: bit t % 32 of word t // 32 is token t's; anything where a token is forced."""
-    stuck: frozenset[int]
-    """Which of them are of rows that may sample nothing."""
+    places: npt.NDArray[np.int64]
+    """int64[F]: which, ascending."""
+    token_ids: npt.NDArray[np.int64]
+    """int64[F]."""
 
 
 class _Promise(Protocol):
-    def result(self) -> _Choices:
-        """Wait for the choices, or work them out; always the same ones."""
+    def result(self) -> None:
+        """Wait until it is done, or do it; done once."""
 
 
 class _AtNeed:
-    """What is worked out when it is first asked for, by the thread that asks."""
+    """What is done when it is first asked for, by the thread that asks."""
 
-    def __init__(self, work: Callable[[], _Choices]) -> None:
-        self._work: Callable[[], _Choices] | None = work
-        self._choices: _Choices | None = None
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
 
-    def result(self) -> _Choices:
-        if self._choices is None:
-            assert self._work is not None
-            self._choices = self._work()
+    def result(self) -> None:
+        if self._work is not None:
+            self._work()
             self._work = None  # and what it refers to
-        return self._choices
-
-
-class _Follower:
-    """Follows a grammar along one output. One thread at a time calls it."""
-
-    def __init__(
-        self, matcher: llguidance.LLMatcher, output_token_ids: Sequence[int], *, asks_for_runs: bool
-    ) -> None:
-        """Begin with the output that there is; `matcher` is this follower's own."""
-        self.matcher = matcher
-        """Where the grammar is, but for the tokens of the run."""
-        self._asks_for_runs = asks_for_runs
-        self._sampled = list(output_token_ids)
-        """What the matcher has not been told of."""
-        self._run: Sequence[int] = ()
-        """Tokens that must come, the first of which may have been sampled."""
-        self._go_on()
-
-    @property
-    def forced(self) -> int | None:
-        """The only token that may come next; None: perhaps there are several."""
-        return self._run[len(self._sampled)] if self._run else None
-
-    def take(self, token_id: int) -> None:
-        """Move on by a token that has been sampled."""
-        self._sampled.append(token_id)
-        if len(self._sampled) >= len(self._run):
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Tell the matcher all at once: each time it would work out again what it forces."""
-        self.matcher.consume_tokens(self._sampled)
-        self._sampled = []
-        if self._asks_for_runs:
-            self._run = self.matcher.compute_ff_tokens()
 
 
 class _Row:
-    """What a row follows and may sample next."""
+    """A row's place in its grammar, and what it may sample next. One thread at a time has it."""
+
+    __slots__ = ("admitted", "compiled", "forced", "is_stuck", "matcher", "run", "sampled")
 
     def __init__(self) -> None:
-        self.follower: _Follower | None = None
-        """Touched by one thread at a time; None until its grammar is compiled."""
-        self.choices: _Promise | None = None
-        self.place = 0
-        """Which of them is this row's."""
+        self.compiled: Future[None] | None = None
+        """What gives it a matcher; None once that has been waited for."""
+        self.matcher: llguidance.LLMatcher
+        self.run: Sequence[int] = ()
+        """Tokens that must come, the first of which may have been sampled."""
+        self.sampled: list[int] = []
+        """Those; the matcher is told of all at once, since it works out anew what it forces."""
+        self.forced: int | None = None
+        """The only token that may come next; None: what the mask admits."""
+        self.admitted: npt.NDArray[np.int32]
+        """int32[W], where none is forced: bit t % 32 of word t // 32 is token t's."""
+        self.is_stuck = False
+        """Whether none may come."""
+
+    def take(self, token_id: int) -> bool:
+        """Move on by a sampled token; whether the matcher has been told."""
+        self.sampled.append(token_id)
+        if len(self.sampled) < len(self.run):
+            self.forced = self.run[len(self.sampled)]
+            return False
+        self.matcher.consume_tokens(self.sampled)
+        self.sampled.clear()
+        return True
 
 
 class StructuredOutput:
@@ -152,54 +121,73 @@ class StructuredOutput:
         self._device = device
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._rows: dict[int, _Row] = {}
+        self._moves: list[_Promise] = []
+        """By the tokens of steps since masks were last asked for."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
-        # It is not asked for runs: that needs Python's lock, and a GPU draws for all rows at once.
+        # Not beside: to ask needs Python's lock, and a GPU draws for all rows at once.
+        self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
         # What it is called for it does without Python's lock, for which the step would have to wait
         # once a row. One thread: it works beside the device, not against the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any row has a grammar."""
+        return bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
         """Give a free row its grammar, and the output that it has so far."""
         entry = self._rows[row] = _Row()
 
-        def begin() -> _Choices:
-            entry.follower = _Follower(
-                self._compile(grammar), output_token_ids, asks_for_runs=self._thread is None
-            )
-            return self._choices([entry.follower])
+        def begin() -> None:
+            entry.matcher = self._compile(grammar)
+            entry.matcher.consume_tokens(list(output_token_ids))
+            self._look([entry])
 
-        entry.choices = self._compiler.submit(begin)
+        entry.compiled = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
         for row in rows:
             self._rows.pop(row, None)
+        if not self._rows:
+            self._moves.clear()  # a step may have failed, and there will be no tokens
+
+    def forced(self, rows: Sequence[int], places: npt.NDArray[np.int64]) -> ForcedTokens | None:
+        """Tell which rows have no choice; None: all have, as far as it is known.
+
+        Args:
+            rows: Those that have a grammar.
+            places: int64[len(rows)], ascending: where they are in the step.
+        """
+        self._catch_up(rows)
+        token_ids = [self._rows[row].forced for row in rows]
+        which = [i for i, token_id in enumerate(token_ids) if token_id is not None]
+        if not which:
+            return None
+        forced = [token_id for token_id in token_ids if token_id is not None]
+        return ForcedTokens(places[which], np.array(forced, np.int64))
 
     def restrict(
         self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
-    ) -> Restriction:
-        """Suppress what the grammars do not admit, where they leave a choice.
+    ) -> npt.NDArray[np.int64]:
+        """Suppress what the grammars do not admit.
 
         Args:
             logits: float32[S, V] on the device; changed.
             rows: Those that have a grammar.
             places: int64[len(rows)]: where their logits are.
+
+        Returns:
+            int64[F] on the host: the places of rows whose grammar cannot be followed any further.
         """
+        self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
-        chosen = [(entry.choices.result(), entry.place) for entry in entries if entry.choices]
-        token_ids = [choices.forced[place] for choices, place in chosen]
-        free = [i for i, token_id in enumerate(token_ids) if token_id is None]
-        if free:
-            # Not `stack`, which takes three times as long.
-            admitted = np.concatenate([chosen[i][0].admitted[chosen[i][1]] for i in free])
-            admitted = admitted.reshape(len(free), -1)
-            ops.suppress(logits, *upload([places[free], admitted], self._device))
-        return Restriction(
-            places[[i for i in free if chosen[i][1] in chosen[i][0].stuck]],
-            places[[i for i, token_id in enumerate(token_ids) if token_id is not None]],
-            np.array([token_id for token_id in token_ids if token_id is not None], np.int64),
-        )
+        # Not `stack`, which takes three times as long.
+        admitted = np.concatenate([self._mask_of(entry) for entry in entries])
+        ops.suppress(logits, *upload([places, admitted.reshape(len(rows), -1)], self._device))
+        return places[[i for i, entry in enumerate(entries) if entry.is_stuck]]
 
     def expect(
         self,
@@ -216,17 +204,13 @@ class StructuredOutput:
         """
         entries = [self._rows[row] for row in rows]
 
-        def advance() -> _Choices:
-            followers = [entry.follower for entry in entries if entry.follower is not None]
+        def move() -> None:
+            taken = zip(entries, token_ids()[places].tolist(), strict=True)
             # Here, since the executor's thread would take longer to wake than a token to consume.
-            for follower, token_id in zip(followers, token_ids()[places].tolist(), strict=True):
-                follower.take(token_id)
-            return self._choices(followers)
+            self._look([entry for entry, token_id in taken if entry.take(token_id)])
 
         # One job for all: to hand a job over costs more than to work out a mask.
-        choices = _AtNeed(advance) if self._thread is None else self._thread.submit(advance)
-        for place, entry in enumerate(entries):
-            entry.choices, entry.place = choices, place
+        self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))
 
     def close(self) -> None:
         """End the threads when they have done what they were given."""
@@ -234,25 +218,50 @@ class StructuredOutput:
         if self._thread is not None:
             self._thread.stop()
 
-    def _choices(self, followers: Sequence[_Follower]) -> _Choices:
+    def _catch_up(self, rows: Sequence[int]) -> None:
+        """Let `rows` be where their tokens have brought them."""
+        for move in self._moves:
+            move.result()
+        self._moves.clear()
+        for row in rows:
+            entry = self._rows[row]
+            if entry.compiled is not None:
+                entry.compiled.result()
+                entry.compiled = None
+
+    def _look(self, entries: Sequence[_Row]) -> None:
         """Work out which tokens may come next; none may if a grammar is lost."""
-        forced = [follower.forced for follower in followers]
-        free = [
-            (follower.matcher, place)
-            for place, follower in enumerate(followers)
-            if forced[place] is None
-        ]
-        admitted = np.empty((len(followers), -(-self._vocab_size // 32)), np.int32)
+        free = entries
+        if self._asks_for_runs:
+            free = []
+            for entry in entries:
+                entry.run = entry.matcher.compute_ff_tokens()
+                entry.forced = entry.run[0] if entry.run else None
+                if entry.forced is None:
+                    free.append(entry)
+        if not free:
+            return
+        admitted = np.empty((len(free), -(-self._vocab_size // 32)), np.int32)
         start, row_bytes = admitted.ctypes.data, admitted.strides[0]
         if self._executor is None:
-            for matcher, place in free:
-                matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
+            for place, entry in enumerate(free):
+                entry.matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
         else:
-            self._executor.unsafe_compute_mask_ptr(free, start, row_bytes, len(followers))
-        # One may turn out only now to be too complex. Others admit some token, or it is their end.
-        stuck = [place for matcher, place in free if matcher.is_error()]
-        admitted[stuck] = 0
-        return _Choices(forced, admitted, frozenset(stuck))
+            numbered = [(entry.matcher, place) for place, entry in enumerate(free)]
+            self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(free))
+        for entry, mask in zip(free, admitted, strict=True):
+            entry.admitted = mask
+            # One may turn out only now to be too complex. Others admit some token, or it ends them.
+            if entry.matcher.is_error():
+                entry.is_stuck = True
+                mask[:] = 0
+
+    def _mask_of(self, entry: _Row) -> npt.NDArray[np.int32]:
+        if entry.forced is None:
+            return entry.admitted
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[entry.forced] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if grammar not in self._compiled:

@@ -1,0 +1,47 @@
+"""Samples a step of which grammars force some tokens: nobody needs logits for those.
+
+Symbols: `S` sequences that sample, `E` hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.sampler import NOBODY, Sampled
+from gpu_worker.structured_output import ForcedTokens
+from gpu_worker.upload import upload
+
+
+def sample_others(
+    forced: ForcedTokens,
+    hidden: torch.Tensor,
+    sample: Callable[[torch.Tensor, npt.NDArray[np.int64]], Sampled],
+) -> Sampled:
+    """What all sequences of a step sample.
+
+    Args:
+        forced: What some of them must.
+        hidden: `[S, E]`, from which logits would be made; no row that is not finite has any.
+        sample: Samples for the others, by their part of `hidden` and their places, int64[*].
+    """
+    has_choice = np.ones(len(hidden), np.bool_)
+    has_choice[forced.places] = False
+    (places,) = has_choice.nonzero()
+    at, token_ids, others = upload([forced.places, forced.token_ids, places], hidden.device)
+    is_finite = hidden.sum(1, dtype=torch.float32).isfinite()
+    if not len(places):
+        return Sampled(token_ids, is_finite, None, NOBODY)
+    sampled = sample(hidden.index_select(0, others), places)
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = replace(logprobs, places=places[logprobs.places])
+    all_token_ids = token_ids.new_empty(len(hidden)).index_copy_(0, at, token_ids)
+    return Sampled(
+        all_token_ids.index_copy_(0, others, sampled.token_ids),
+        is_finite.index_copy_(0, others, sampled.is_finite),
+        logprobs,
+        places[sampled.stuck],
+    )
