@@ -1,4 +1,4 @@
-"""Samples a step of which grammars force some tokens: nobody needs logits for those.
+"""Samples a step of which grammars force some tokens: nobody needs logits for those. On a CPU.
 
 Symbols: `S` sequences that sample, `E` hidden size.
 """
@@ -12,7 +12,6 @@ import torch
 
 from gpu_worker.sampler import NOBODY, Sampled
 from gpu_worker.structured_output import ForcedTokens
-from gpu_worker.upload import upload
 
 
 def sample_others(
@@ -30,18 +29,15 @@ def sample_others(
     has_choice = np.ones(len(hidden), np.bool_)
     has_choice[forced.places] = False
     (places,) = has_choice.nonzero()
-    at, token_ids, others = upload([forced.places, forced.token_ids, places], hidden.device)
+    token_ids = np.empty(len(hidden), np.int64)
+    token_ids[forced.places] = forced.token_ids
     is_finite = hidden.sum(1, dtype=torch.float32).isfinite()
     if not len(places):
-        return Sampled(token_ids, is_finite, None, NOBODY)
-    sampled = sample(hidden.index_select(0, others), places)
+        return Sampled(torch.from_numpy(token_ids), is_finite, None, NOBODY)
+    sampled = sample(hidden.index_select(0, torch.from_numpy(places)), places)
+    token_ids[places] = sampled.token_ids.numpy()
+    is_finite.numpy()[places] = sampled.is_finite.numpy()
     logprobs = sampled.logprobs
     if logprobs is not None:
         logprobs = replace(logprobs, places=places[logprobs.places])
-    all_token_ids = token_ids.new_empty(len(hidden)).index_copy_(0, at, token_ids)
-    return Sampled(
-        all_token_ids.index_copy_(0, others, sampled.token_ids),
-        is_finite.index_copy_(0, others, sampled.is_finite),
-        logprobs,
-        places[sampled.stuck],
-    )
+    return Sampled(torch.from_numpy(token_ids), is_finite, logprobs, places[sampled.stuck])

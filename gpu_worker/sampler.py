@@ -122,8 +122,8 @@ class Sampler:
         table = self.table
         is_finite = _is_finite(logits)
         if table.is_plain[rows].all():  # as in most steps: nothing to look for below
-            token_ids = self._choose(logits, rows, positions, is_suppressed=False)
-            return Sampled(token_ids, is_finite, None, NOBODY)
+            token_ids, stuck = self._choose_admitted(logits, rows, positions)
+            return Sampled(token_ids, is_finite, None, stuck)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -134,12 +134,7 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
-        structured = stuck = np.nonzero(table.has_grammar[rows])[0]
-        if len(structured):
-            assert self._structured is not None
-            stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
-
-        token_ids = self._choose(logits, rows, positions, is_suppressed=len(structured) > 0)
+        token_ids, stuck = self._choose_admitted(logits, rows, positions)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
@@ -150,9 +145,9 @@ class Sampler:
 
     def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
         """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
-        if self._structured is None or not self._structured.has_any:
+        if self._structured is None or not self._structured.may_force:
             return None
-        (places,) = self.table.is_only_followed[rows].nonzero()
+        (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
         return self._structured.forced(rows[places].tolist(), places)
 
     def follow(
@@ -164,10 +159,11 @@ class Sampler:
             rows: int64[S], as for `sample`.
             token_ids: Waits for int64[S], the step's tokens; called on another thread.
         """
-        structured = np.nonzero(self.table.has_grammar[rows])[0]
-        if len(structured):
-            assert self._structured is not None
-            self._structured.expect(rows[structured].tolist(), structured, token_ids)
+        if self._structured is None or not self._structured.has_any:
+            return
+        (places,) = self.table.has_grammar[rows].nonzero()
+        if len(places):
+            self._structured.expect(rows[places].tolist(), places, token_ids)
 
     def _penalize(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
@@ -216,6 +212,20 @@ class Sampler:
         which, column = np.nonzero(ends != NO_TOKEN)
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
+
+    def _choose_admitted(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """As `_choose`, by the grammars that there are; and the places that are stuck."""
+        if self._structured is not None and self._structured.has_any:
+            (places,) = self.table.has_grammar[rows].nonzero()
+            if len(places):
+                stuck = self._structured.restrict(logits, rows[places].tolist(), places)
+                return self._choose(logits, rows, positions, is_suppressed=True), stuck
+        return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
 
     def _choose(
         self,

@@ -71,10 +71,9 @@ class SamplingTable:
         self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
-        self.is_only_followed = np.zeros(max_num_seqs, np.bool_)
-        """Whether it has a grammar, and its logits are for nothing but its next token."""
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether its logits are sampled from as they are, and only a token is wanted."""
+        """Whether its logits are sampled from as they are, but for a grammar, and only a token is
+        wanted."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -101,14 +100,10 @@ class SamplingTable:
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.num_top_prompt_logprobs[row] = params.prompt_logprobs or 0
         self.has_grammar[row] = params.grammar is not None
-        self.is_only_followed[row] = params.grammar is not None and not (
-            params.has_penalties or params.logprobs is not None
-        )
         self.is_plain[row] = not (
             params.has_penalties
             or params.logit_bias
             or params.min_tokens
-            or params.grammar is not None
             or params.logprobs is not None
         )
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)

@@ -136,6 +136,11 @@ class StructuredOutput:
         """Whether any row has a grammar."""
         return bool(self._rows)
 
+    @property
+    def may_force(self) -> bool:
+        """Whether `forced` may say anything but None."""
+        return self._asks_for_runs and bool(self._rows)
+
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
         """Give a free row its grammar, and the output that it has so far."""
         entry = self._rows[row] = _Row()
