@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.sampler import NOBODY, Sampled
+from gpu_worker.sampler import NOBODY, Sampled, finite_rows
 from gpu_worker.structured_output import ForcedTokens
 
 
@@ -31,7 +31,7 @@ def sample_others(
     (places,) = has_choice.nonzero()
     token_ids = np.empty(len(hidden), np.int64)
     token_ids[forced.places] = forced.token_ids
-    is_finite = hidden.sum(1, dtype=torch.float32).isfinite()
+    is_finite = finite_rows(hidden.float())
     if not len(places):
         return Sampled(torch.from_numpy(token_ids), is_finite, None, NOBODY)
     sampled = sample(hidden.index_select(0, torch.from_numpy(places)), places)

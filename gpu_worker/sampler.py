@@ -120,7 +120,7 @@ class Sampler:
             num_outputs: int64[S]: tokens that the sequence has produced so far.
         """
         table = self.table
-        is_finite = _is_finite(logits)
+        is_finite = finite_rows(logits)
         if table.is_plain[rows].all():  # as in most steps: nothing to look for below
             token_ids, stuck = self._choose_admitted(logits, rows, positions)
             return Sampled(token_ids, is_finite, None, stuck)
@@ -351,13 +351,13 @@ def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
 
 
-def _is_finite(logits: torch.Tensor) -> torch.Tensor:
-    """bool[S]: whether all are."""
+def finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """bool[S]: whether all numbers of each row are finite."""
     # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-    if logits.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+    if values.device.type == "cpu":  # torch's would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
-            return torch.from_numpy(np.isfinite(logits.numpy().sum(axis=1)))
-    return logits.sum(1).isfinite()
+            return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))
+    return values.sum(1).isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

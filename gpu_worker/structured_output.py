@@ -62,11 +62,9 @@ class _AtNeed:
 class _Row:
     """A row's place in its grammar, and what it may sample next. One thread at a time has it."""
 
-    __slots__ = ("admitted", "compiled", "forced", "is_stuck", "matcher", "run", "sampled")
+    __slots__ = ("admitted", "forced", "is_stuck", "matcher", "run", "sampled")
 
     def __init__(self) -> None:
-        self.compiled: Future[None] | None = None
-        """What gives it a matcher; None once that has been waited for."""
         self.matcher: llguidance.LLMatcher
         self.run: Sequence[int] = ()
         """Tokens that must come, the first of which may have been sampled."""
@@ -121,6 +119,8 @@ class StructuredOutput:
         self._device = device
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._rows: dict[int, _Row] = {}
+        self._begun: dict[int, Future[None]] = {}
+        """Rows whose grammars may still be compiled: those that have not been looked at."""
         self._moves: list[_Promise] = []
         """By the tokens of steps since masks were last asked for."""
         self._compiler = DaemonThread("grammar compiler")
@@ -150,12 +150,13 @@ class StructuredOutput:
             entry.matcher.consume_tokens(list(output_token_ids))
             self._look([entry])
 
-        entry.compiled = self._compiler.submit(begin)
+        self._begun[row] = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
         for row in rows:
             self._rows.pop(row, None)
+            self._begun.pop(row, None)
         if not self._rows:
             self._moves.clear()  # a step may have failed, and there will be no tokens
 
@@ -167,12 +168,15 @@ class StructuredOutput:
             places: int64[len(rows)], ascending: where they are in the step.
         """
         self._catch_up(rows)
-        token_ids = [self._rows[row].forced for row in rows]
-        which = [i for i, token_id in enumerate(token_ids) if token_id is not None]
+        which, token_ids = [], []
+        for i, row in enumerate(rows):
+            token_id = self._rows[row].forced
+            if token_id is not None:
+                which.append(i)
+                token_ids.append(token_id)
         if not which:
             return None
-        forced = [token_id for token_id in token_ids if token_id is not None]
-        return ForcedTokens(places[which], np.array(forced, np.int64))
+        return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
     def restrict(
         self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
@@ -224,15 +228,14 @@ class StructuredOutput:
             self._thread.stop()
 
     def _catch_up(self, rows: Sequence[int]) -> None:
-        """Let `rows` be where their tokens have brought them."""
+        """Let `rows`, and all that have moved, be where their tokens have brought them."""
         for move in self._moves:
             move.result()
         self._moves.clear()
-        for row in rows:
-            entry = self._rows[row]
-            if entry.compiled is not None:
-                entry.compiled.result()
-                entry.compiled = None
+        if self._begun:
+            for row in rows:
+                if row in self._begun:
+                    self._begun.pop(row).result()
 
     def _look(self, entries: Sequence[_Row]) -> None:
         """Work out which tokens may come next; none may if a grammar is lost."""
