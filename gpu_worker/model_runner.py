@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.attention import AttentionMetadata
+from gpu_worker.forced_tokens import sample_others
 from gpu_worker.graphs import DecodeGraphs, GraphBackend
 from gpu_worker.input_batch import InputBatch, build_input_batch
 from gpu_worker.json_fields import ModelError
@@ -18,7 +19,7 @@ from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.rows import Rows, ScheduledRows
 from gpu_worker.sampler import Sampled
-from gpu_worker.step import Limits
+from gpu_worker.step import Int64Array, Limits
 from gpu_worker.step_parts import TokenLimit, halves
 from rpc import timeline
 
@@ -191,11 +192,25 @@ class ModelRunner:
     ) -> Sampled:
         """Draw a token for each row that samples; the next step finds it on the device."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
+        with timeline.span("ask the grammars"):
+            forced = self._sampler.forced(rows)
+        if forced is None:
+            sampled = self._sample_from(hidden, rows, positions)
+        else:
+            sampled = sample_others(
+                forced,
+                hidden,
+                lambda part, places: self._sample_from(part, rows[places], positions[places]),
+            )
+        if not self._is_all_known:
+            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
+        return sampled
+
+    def _sample_from(
+        self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> Sampled:
         num_outputs = positions - self._rows.num_prompt[rows]
         with timeline.span("logits"):
             logits = self._model.logits(hidden)
         with timeline.span("sample"):
-            sampled = self._sampler.sample(logits, rows, positions, num_outputs)
-        if not self._is_all_known:
-            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
-        return sampled
+            return self._sampler.sample(logits, rows, positions, num_outputs)

@@ -18,10 +18,11 @@ import torch
 from gpu_worker.draw import draw, uniforms
 from gpu_worker.penalties import TokenCounts
 from gpu_worker.sampling_params import NO_TOKEN, SamplingParams, SamplingTable
-from gpu_worker.structured_output import StructuredOutput
+from gpu_worker.structured_output import ForcedTokens, StructuredOutput
 from gpu_worker.truncation import truncate
 from gpu_worker.upload import upload
 from kernels import ops
+from kernels.cpu.draw import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
@@ -30,7 +31,8 @@ _LEAST_LOG: Final = -87.0
 """The exponentials of lower numbers are no normal float32, and slow."""
 _LEAST_WEIGHT: Final = 1.7e-38
 """Little above the exponential of that."""
-_NOBODY: Final = np.empty(0, np.int64)
+NOBODY: Final = np.empty(0, np.int64)
+"""The places of none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,10 +120,10 @@ class Sampler:
             num_outputs: int64[S]: tokens that the sequence has produced so far.
         """
         table = self.table
-        is_finite = _is_finite(logits)
+        is_finite = finite_rows(logits)
         if table.is_plain[rows].all():  # as in most steps: nothing to look for below
-            token_ids = self._choose(logits, rows, positions, is_suppressed=False)
-            return Sampled(token_ids, is_finite, None, _NOBODY)
+            token_ids, stuck = self._choose_admitted(logits, rows, positions)
+            return Sampled(token_ids, is_finite, None, stuck)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
@@ -132,12 +134,7 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
-        structured = stuck = np.nonzero(table.has_grammar[rows])[0]
-        if len(structured):
-            assert self._structured is not None
-            stuck = self._structured.restrict(logits, rows[structured].tolist(), structured)
-
-        token_ids = self._choose(logits, rows, positions, is_suppressed=len(structured) > 0)
+        token_ids, stuck = self._choose_admitted(logits, rows, positions)
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
@@ -145,6 +142,13 @@ class Sampler:
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
+
+    def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
+        """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
+        if self._structured is None or not self._structured.may_force:
+            return None
+        (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
+        return self._structured.forced(rows[places].tolist(), places)
 
     def follow(
         self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
@@ -155,10 +159,11 @@ class Sampler:
             rows: int64[S], as for `sample`.
             token_ids: Waits for int64[S], the step's tokens; called on another thread.
         """
-        structured = np.nonzero(self.table.has_grammar[rows])[0]
-        if len(structured):
-            assert self._structured is not None
-            self._structured.expect(rows[structured].tolist(), structured, token_ids)
+        if self._structured is None or not self._structured.has_any:
+            return
+        (places,) = self.table.has_grammar[rows].nonzero()
+        if len(places):
+            self._structured.expect(rows[places].tolist(), places, token_ids)
 
     def _penalize(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
@@ -208,6 +213,20 @@ class Sampler:
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
+    def _choose_admitted(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """As `_choose`, by the grammars that there are; and the places that are stuck."""
+        if self._structured is not None and self._structured.has_any:
+            (places,) = self.table.has_grammar[rows].nonzero()
+            if len(places):
+                stuck = self._structured.restrict(logits, rows[places].tolist(), places)
+                return self._choose(logits, rows, positions, is_suppressed=True), stuck
+        return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
+
     def _choose(
         self,
         logits: torch.Tensor,
@@ -229,32 +248,56 @@ class Sampler:
             else functools.partial(self._draw, is_suppressed=is_suppressed)
         )
         if len(drawn) == len(rows):
-            return draw_tokens(logits, rows, positions)
+            return draw_tokens(logits, drawn, rows, positions)
         token_ids = _argmax(logits)
         (index,) = upload([drawn], self._device)
-        drawn_ids = draw_tokens(logits.index_select(0, index), rows[drawn], positions[drawn])
+        drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
         return token_ids.index_copy_(0, index, drawn_ids)
 
     def _draw(
         self,
         logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: a draw for each; changes the logits."""
+        """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
         table = self.table
-        temperature, uniform = upload(
-            [
-                np.maximum(table.temperature[rows, None], _MIN_TEMPERATURE),
-                uniforms(table.seed[rows], positions),
-            ],
-            self._device,
-        )
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
+        uniform = uniforms(table.seed[rows], positions)
+        is_cut = table.is_cut[rows]
+        if not is_cut.any():
+            return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        for draw_some, (which,) in (
+            (draw_of_all, (~is_cut).nonzero()),
+            (
+                functools.partial(self._draw_cut, rows[is_cut], is_suppressed=is_suppressed),
+                is_cut.nonzero(),
+            ),
+        ):
+            given = upload([places[which], temperature[which], uniform[which]], self._device)
+            token_ids[which] = draw_some(logits, *given)
+        return token_ids
+
+    def _draw_cut(
+        self,
+        rows: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        places: torch.Tensor,
+        temperature: torch.Tensor,
+        uniform: torch.Tensor,
+        *,
+        is_suppressed: bool,
+    ) -> torch.Tensor:
+        """As `_draw`, for rows whose distribution is cut."""
+        table = self.table
         # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
-        maximum = logits.amax(1, keepdim=True).clamp_(min=_LEAST)
-        scaled = logits.sub_(maximum).div_(temperature)  # in place: not needed again
+        scaled = logits.index_select(0, places)
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
         weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         return draw(weights, uniform)
@@ -262,13 +305,15 @@ class Sampler:
     def _draw_by_kernel(
         self,
         logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
         table = self.table
-        given = upload(
+        index, *given = upload(
             [
+                places,
                 np.maximum(table.temperature[rows], _MIN_TEMPERATURE),
                 table.top_k[rows],
                 table.top_p[rows],
@@ -278,6 +323,8 @@ class Sampler:
             ],
             self._device,
         )
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, index)
         return ops.sample(logits, *given)
 
     def _logprobs(
@@ -304,13 +351,13 @@ def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
 
 
-def _is_finite(logits: torch.Tensor) -> torch.Tensor:
-    """bool[S]: whether all are."""
+def finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """bool[S]: whether all numbers of each row are finite."""
     # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-    if logits.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+    if values.device.type == "cpu":  # torch's would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
-            return torch.from_numpy(np.isfinite(logits.numpy().sum(axis=1)))
-    return logits.sum(1).isfinite()
+            return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))
+    return values.sum(1).isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

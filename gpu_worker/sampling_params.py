@@ -58,6 +58,8 @@ class SamplingTable:
         """The vocabulary size where nothing is cut off."""
         self.top_p = np.zeros(max_num_seqs, np.float64)
         self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.is_cut = np.zeros(max_num_seqs, np.bool_)
+        """Whether any of these three may cut a token off."""
         self.repetition_penalty = np.zeros(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
@@ -70,7 +72,8 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether its logits are sampled from as they are, and only a token is wanted."""
+        """Whether its logits are sampled from as they are, but for a grammar, and only a token is
+        wanted."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -85,6 +88,7 @@ class SamplingTable:
         self.top_k[row] = params.top_k or self.vocab_size
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        self.is_cut[row] = self.top_k[row] < self.vocab_size or params.top_p < 1 or params.min_p > 0
         self.repetition_penalty[row] = params.repetition_penalty
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
@@ -100,7 +104,6 @@ class SamplingTable:
             params.has_penalties
             or params.logit_bias
             or params.min_tokens
-            or params.grammar is not None
             or params.logprobs is not None
         )
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)

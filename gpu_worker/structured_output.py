@@ -4,14 +4,17 @@ A row's grammar moves on with each token that the row samples. On a GPU that, an
 done on a thread of its own as soon as the token is known, while the next step computes; the sampler
 waits for it only if it comes late. On a CPU no core is free while a step computes, and two threads
 that want Python's lock in turns cost more than the masks: there the sampler works them out when it
-needs them. Grammars are compiled on another thread, while the prompt is computed: one that takes
-longer than its prompt holds up the step in which its row first samples.
+needs them. There, too, a row whose grammar forces a *run* of tokens, such as the rest of a key,
+needs no masks for them, and nobody draws them. Grammars are compiled on another thread, while the
+prompt is computed: one that takes longer than its prompt holds up the step in which its row first
+samples.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,43 +33,59 @@ _MAX_COMPILED = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Masks:
-    """What rows that were advanced together may sample next."""
+class ForcedTokens:
+    """What sequences of a step must sample: at least one has no choice. On the host."""
 
-    admitted: npt.NDArray[np.int32]
-    """int32[*, W]: bit t % 32 of word t // 32 is token t's."""
-    stuck: frozenset[int]
-    """Which of them are of rows that may sample nothing."""
+    places: npt.NDArray[np.int64]
+    """int64[F]: which, ascending."""
+    token_ids: npt.NDArray[np.int64]
+    """int64[F]."""
 
 
 class _Promise(Protocol):
-    def result(self) -> _Masks:
-        """Wait for the masks, or work them out; always the same ones."""
+    def result(self) -> None:
+        """Wait until it is done, or do it; done once."""
 
 
 class _AtNeed:
-    """What is worked out when it is first asked for, by the thread that asks."""
+    """What is done when it is first asked for, by the thread that asks."""
 
-    def __init__(self, work: Callable[[], _Masks]) -> None:
-        self._work: Callable[[], _Masks] | None = work
-        self._masks: _Masks | None = None
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
 
-    def result(self) -> _Masks:
-        if self._masks is None:
-            assert self._work is not None
-            self._masks = self._work()
+    def result(self) -> None:
+        if self._work is not None:
+            self._work()
             self._work = None  # and what it refers to
-        return self._masks
 
 
 class _Row:
-    """A row's place in its grammar. `matcher` is touched by one thread at a time."""
+    """A row's place in its grammar, and what it may sample next. One thread at a time has it."""
+
+    __slots__ = ("admitted", "forced", "is_stuck", "matcher", "run", "sampled")
 
     def __init__(self) -> None:
-        self.matcher: llguidance.LLMatcher | None = None
-        self.masks: _Promise | None = None
-        self.place = 0
-        """Which of them is this row's."""
+        self.matcher: llguidance.LLMatcher
+        self.run: Sequence[int] = ()
+        """Tokens that must come, the first of which may have been sampled."""
+        self.sampled: list[int] = []
+        """Those; the matcher is told of all at once, since it works out anew what it forces."""
+        self.forced: int | None = None
+        """The only token that may come next; None: what the mask admits."""
+        self.admitted: npt.NDArray[np.int32]
+        """int32[W], where none is forced: bit t % 32 of word t // 32 is token t's."""
+        self.is_stuck = False
+        """Whether none may come."""
+
+    def take(self, token_id: int) -> bool:
+        """Move on by a sampled token; whether the matcher has been told."""
+        self.sampled.append(token_id)
+        if len(self.sampled) < len(self.run):
+            self.forced = self.run[len(self.sampled)]
+            return False
+        self.matcher.consume_tokens(self.sampled)
+        self.sampled.clear()
+        return True
 
 
 class StructuredOutput:
@@ -100,27 +119,64 @@ class StructuredOutput:
         self._device = device
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._rows: dict[int, _Row] = {}
+        self._begun: dict[int, Future[None]] = {}
+        """Rows whose grammars may still be compiled: those that have not been looked at."""
+        self._moves: list[_Promise] = []
+        """By the tokens of steps since masks were last asked for."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
+        # Not beside: to ask needs Python's lock, and a GPU draws for all rows at once.
+        self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
         # What it is called for it does without Python's lock, for which the step would have to wait
         # once a row. One thread: it works beside the device, not against the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any row has a grammar."""
+        return bool(self._rows)
+
+    @property
+    def may_force(self) -> bool:
+        """Whether `forced` may say anything but None."""
+        return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
         """Give a free row its grammar, and the output that it has so far."""
         entry = self._rows[row] = _Row()
 
-        def begin() -> _Masks:
+        def begin() -> None:
             entry.matcher = self._compile(grammar)
             entry.matcher.consume_tokens(list(output_token_ids))
-            return self._masks([entry.matcher])
+            self._look([entry])
 
-        entry.masks = self._compiler.submit(begin)
+        self._begun[row] = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows; those that have no grammar are ignored."""
         for row in rows:
             self._rows.pop(row, None)
+            self._begun.pop(row, None)
+        if not self._rows:
+            self._moves.clear()  # a step may have failed, and there will be no tokens
+
+    def forced(self, rows: Sequence[int], places: npt.NDArray[np.int64]) -> ForcedTokens | None:
+        """Tell which rows have no choice; None: all have, as far as it is known.
+
+        Args:
+            rows: Those that have a grammar.
+            places: int64[len(rows)], ascending: where they are in the step.
+        """
+        self._catch_up(rows)
+        which, token_ids = [], []
+        for i, row in enumerate(rows):
+            token_id = self._rows[row].forced
+            if token_id is not None:
+                which.append(i)
+                token_ids.append(token_id)
+        if not which:
+            return None
+        return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
     def restrict(
         self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
@@ -135,13 +191,12 @@ class StructuredOutput:
         Returns:
             int64[F] on the host: the places of rows whose grammar cannot be followed any further.
         """
+        self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
-        masks = [(entry.masks.result(), entry.place) for entry in entries if entry.masks]
         # Not `stack`, which takes three times as long.
-        admitted = np.concatenate([mask.admitted[place] for mask, place in masks])
-        admitted = admitted.reshape(len(rows), -1)
-        ops.suppress(logits, *upload([places, admitted], self._device))
-        return places[[i for i, (mask, place) in enumerate(masks) if place in mask.stuck]]
+        admitted = np.concatenate([self._mask_of(entry) for entry in entries])
+        ops.suppress(logits, *upload([places, admitted.reshape(len(rows), -1)], self._device))
+        return places[[i for i, entry in enumerate(entries) if entry.is_stuck]]
 
     def expect(
         self,
@@ -158,17 +213,13 @@ class StructuredOutput:
         """
         entries = [self._rows[row] for row in rows]
 
-        def advance() -> _Masks:
-            matchers = [entry.matcher for entry in entries if entry.matcher is not None]
+        def move() -> None:
+            taken = zip(entries, token_ids()[places].tolist(), strict=True)
             # Here, since the executor's thread would take longer to wake than a token to consume.
-            for matcher, token_id in zip(matchers, token_ids()[places].tolist(), strict=True):
-                matcher.consume_token(token_id)
-            return self._masks(matchers)
+            self._look([entry for entry, token_id in taken if entry.take(token_id)])
 
         # One job for all: to hand a job over costs more than to work out a mask.
-        masks = _AtNeed(advance) if self._thread is None else self._thread.submit(advance)
-        for place, entry in enumerate(entries):
-            entry.masks, entry.place = masks, place
+        self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))
 
     def close(self) -> None:
         """End the threads when they have done what they were given."""
@@ -176,20 +227,49 @@ class StructuredOutput:
         if self._thread is not None:
             self._thread.stop()
 
-    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> _Masks:
+    def _catch_up(self, rows: Sequence[int]) -> None:
+        """Let `rows`, and all that have moved, be where their tokens have brought them."""
+        for move in self._moves:
+            move.result()
+        self._moves.clear()
+        if self._begun:
+            for row in rows:
+                if row in self._begun:
+                    self._begun.pop(row).result()
+
+    def _look(self, entries: Sequence[_Row]) -> None:
         """Work out which tokens may come next; none may if a grammar is lost."""
-        admitted = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        free = entries
+        if self._asks_for_runs:
+            free = []
+            for entry in entries:
+                entry.run = entry.matcher.compute_ff_tokens()
+                entry.forced = entry.run[0] if entry.run else None
+                if entry.forced is None:
+                    free.append(entry)
+        if not free:
+            return
+        admitted = np.empty((len(free), -(-self._vocab_size // 32)), np.int32)
         start, row_bytes = admitted.ctypes.data, admitted.strides[0]
         if self._executor is None:
-            for place, matcher in enumerate(matchers):
-                matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
+            for place, entry in enumerate(free):
+                entry.matcher.unsafe_compute_mask_ptr(start + place * row_bytes, row_bytes)
         else:
-            numbered = [(matcher, place) for place, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(matchers))
-        for place, matcher in enumerate(matchers):
-            if matcher.is_error():  # too complex, as it may turn out only now
-                admitted[place] = 0
-        return _Masks(admitted, frozenset(np.nonzero(~admitted.any(1))[0].tolist()))
+            numbered = [(entry.matcher, place) for place, entry in enumerate(free)]
+            self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(free))
+        for entry, mask in zip(free, admitted, strict=True):
+            entry.admitted = mask
+            # One may turn out only now to be too complex. Others admit some token, or it ends them.
+            if entry.matcher.is_error():
+                entry.is_stuck = True
+                mask[:] = 0
+
+    def _mask_of(self, entry: _Row) -> npt.NDArray[np.int32]:
+        if entry.forced is None:
+            return entry.admitted
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[entry.forced] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if grammar not in self._compiled:

@@ -14,6 +14,7 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.sampler import Sampled, Sampler
 from gpu_worker.sampling_params import SamplingParams, SamplingTable
 from gpu_worker.step import Int32Array, Int64Array
+from gpu_worker.structured_output import ForcedTokens
 from gpu_worker.upload import upload
 
 
@@ -37,6 +38,9 @@ class Sampling(Protocol):
     ) -> Sampled:
         """Give each sequence its next token."""
 
+    def forced(self, rows: Int64Array) -> ForcedTokens | None:
+        """Tell who needs no logits; None: all do."""
+
     def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
         """Let the grammars move on."""
 
@@ -47,7 +51,7 @@ def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
 
 
 class SamplesForAll:
-    """Rank 0's: samples, and tells the others."""
+    """Rank 0's: samples, and tells the others. All make the logits of all rows, together."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._sampler = sampler
@@ -56,6 +60,9 @@ class SamplesForAll:
         self.add = sampler.add
         self.release = sampler.release
         self.follow = sampler.follow
+
+    def forced(self, rows: Int64Array) -> None:
+        """Nobody: the other ranks do not know the grammars."""
 
     def sample(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
@@ -97,6 +104,9 @@ class TakesSamples:
         shared = torch.empty(2, len(rows), dtype=torch.int64, device=logits.device)
         self._ranks.share(shared)
         return Sampled(shared[0], shared[1].bool(), None, np.empty(0, np.int64))
+
+    def forced(self, rows: Int64Array) -> None:
+        """See `SamplesForAll`."""
 
     def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
         """Grammars are rank 0's."""

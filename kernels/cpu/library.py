@@ -141,6 +141,7 @@ class Library:
         self.store_kv = Kernel(library, "store_kv", "5qP" + 2 * "q3P8q")
         self.gather = Kernel(library, "gather", "3q3P")
         self.suppress = Kernel(library, "suppress", "2q3P2q")
+        self.draw = Kernel(library, "draw", "2q5Pq")
         self.attention = Kernel(library, "attention", "9q11P15q2d")
         self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
         """The second half of `attention`, by the same fields, where there are partial results."""

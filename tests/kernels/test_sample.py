@@ -100,8 +100,9 @@ def test_the_sampler_s_way_on_a_gpu_gives_the_tokens_of_that_on_a_cpu(is_suppres
         sampler.add(row, params, np.array([1], np.int32), 1)
     logits = make_logits("plain", 3, 300, "cpu")
     positions = np.array([4, 9, 2**33])
-    on_cpu = sampler._draw(logits.clone(), rows, positions, is_suppressed=is_suppressed)
-    assert on_cpu.tolist() == sampler._draw_by_kernel(logits, rows, positions).tolist()
+    places = np.arange(3)
+    on_cpu = sampler._draw(logits, places, rows, positions, is_suppressed=is_suppressed)
+    assert on_cpu.tolist() == sampler._draw_by_kernel(logits, places, rows, positions).tolist()
 
 
 @pytest.mark.parametrize("draw_from", [sample, reference.sample])

@@ -1,0 +1,20 @@
+"""Draws from logits as they are, in plain torch: the twin of `kernels.cpu.draw`.
+
+Symbols: `S` sequences, `N` of them that draw, `V` vocabulary.
+"""
+
+import torch
+
+
+def draw(
+    logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """As `kernels.cpu.draw.draw`."""
+    chosen = logits.index_select(0, places)
+    largest = chosen.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    weights = ((chosen - largest) / temperature.unsqueeze(1)).exp()
+    running = weights.cumsum(1, dtype=torch.float64)
+    target = uniform.unsqueeze(1) * running[:, -1:]
+    token_ids = torch.searchsorted(running, target, right=True)
+    # Rounding may bring the target to the sum itself: never past the last token of any weight.
+    return torch.minimum(token_ids, running.argmax(1, keepdim=True)).squeeze(1)
