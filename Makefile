@@ -1,6 +1,8 @@
 # `make up` and `make test` do all their own set-up in .venv.
 # TORCH chooses the build of torch; the pin keeps a CPU machine from fetching another with CUDA.
-PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
+PYTHONS := python3.11 python3.12 python3
+# A name at a time: some shells look only for the first.
+PYTHON ?= $(or $(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name)))),$(error none of $(PYTHONS) is here))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin

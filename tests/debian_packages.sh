@@ -10,6 +10,7 @@ for=$1
 shift
 
 options=(-qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20) # no network is soon known
+options+=(-o DPkg::Lock::Timeout=120)                           # somebody else may be installing
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
 
@@ -26,7 +27,8 @@ install_or_unpack() {
 
 if ! command -v apt-get >/dev/null; then
   echo "$for: there is no apt-get here; to leave nothing out, install by other means: $*" >&2
-elif echo "$for: installing $* ..." && ! install_or_unpack "$@" >/dev/null 2>&1; then
+elif echo "$for: installing $* ..." && ! said=$(install_or_unpack "$@" 2>&1); then
+  tail -n 5 <<<"$said" >&2
   echo "$for: they cannot be installed; run this as root: apt-get install $*" >&2
 fi
 exit 0

@@ -49,6 +49,14 @@ def test_nothing_is_shown_without_a_key_and_the_key_stays_in_the_tab(locked: Pag
     assert locked.evaluate("() => sessionStorage.getItem('quire.key')") == OPERATOR
 
 
+def test_what_is_served_is_not_asked_for_with_every_frame(page: Page):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.rsplit("/", 1)[-1]))
+    while asked.count("load") < 6:
+        page.wait_for_timeout(20)
+    assert asked.count("models") < 4
+
+
 def test_the_map_says_who_holds_a_block(page: Page, service: Service):
     with held(service, "job-1"):
         row = page.locator("#sequences tr", has_text="job-1")

@@ -55,6 +55,11 @@ class Child:
             )
 
     @property
+    def is_started(self) -> bool:
+        """Whether it was started and not stopped since."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.module} does not run"
         return self._process.pid

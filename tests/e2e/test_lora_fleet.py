@@ -1,5 +1,7 @@
 """Requests for LoRA adapters that move between workers get the tokens of merged weights."""
 
+import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,9 @@ from tests.lora_fixture import make_adapter, merge
 
 PROMPT = [5 + 3 * i % 490 for i in range(100)]
 NUM_TOKENS = 500
+"""As many are compared."""
+MAX_TOKENS = 3900
+"""So that a request goes on, however slow a test is that does something to it."""
 LATE = "late"
 """An adapter that no worker is started with."""
 
@@ -48,21 +53,44 @@ def case(long_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def fleet(case: Case, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
-    worker = ("--num-blocks=256", "--host-kv-memory-gb=0.05", f"--lora=sql={case.adapters['sql']}")
+    worker = ("--num-blocks=1024", "--host-kv-memory-gb=0.05", f"--lora=sql={case.adapters['sql']}")
     with TwoWorkers(run_dir(), case.model, worker=worker) as fleet:
         fleet.wait_until_both_are_attached()
         yield fleet
 
 
-def start(fleet: TwoWorkers, adapter: str, request_id: str) -> Stream:
-    """A request of which some tokens have come."""
+@pytest.fixture
+def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
+    """Has the adapter at both workers; afterwards all is as before, however the test has ended."""
+    assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
+    yield
+    if not fleet.worker.is_started:
+        fleet.start_first_again()
+    # Refused as long as a worker that starts is not attached.
+    eventually(lambda: fleet.run("load") == 0 or None, "both workers have their model")
+    if any(LATE in names for names in loaded_at(fleet)):
+        assert fleet.run("lora", "unload", LATE) == 0
+
+
+@contextlib.contextmanager
+def running(fleet: TwoWorkers, adapter: str, request_id: str) -> Iterator[Stream]:
+    """A request of which some tokens have come, and which goes on for the time of the block."""
     request: inference_pb2.GenerateRequest = generate_request(
-        PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True
+        PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True
     )
     request.model, request.request_id = adapter, request_id
     stream = Stream(fleet, request)
-    stream.read_until(20)
-    return stream
+    try:
+        stream.read_until(20)
+        yield stream
+    finally:
+        stream.cancel()
+
+
+def compared(stream: Stream) -> list[int]:
+    """The tokens of a stream that are compared, which it is read for."""
+    stream.read_until(NUM_TOKENS)
+    return stream.result.token_ids[0][:NUM_TOKENS]
 
 
 def move(fleet: TwoWorkers, request_id: str) -> str:
@@ -83,93 +111,95 @@ def num_recomputed(fleet: TwoWorkers) -> float:
 
 def test_requests_of_one_prompt_pass_each_other_and_none_takes_anothers_kv(fleet, case):
     before = num_recomputed(fleet)
-    streams = {name: start(fleet, name, f"one-{name}") for name in ("", "sql")}
-    for num_tokens in (60, 120, 180):
+    with running(fleet, "", "one-") as plain, running(fleet, "sql", "one-sql") as adapted:
+        streams = {"": plain, "sql": adapted}
+        for num_tokens in (60, 120, 180):
+            for name, stream in streams.items():
+                stream.read_until(num_tokens)
+                move(fleet, f"one-{name}")
         for name, stream in streams.items():
-            stream.read_until(num_tokens)
-            move(fleet, f"one-{name}")
-    assert [stream.read_to_end() for stream in streams.values()] == [
-        [case.outputs[name]] for name in streams
-    ]
+            assert compared(stream) == case.outputs[name]
     assert num_recomputed(fleet) == before
 
 
+@pytest.mark.usefixtures("late")
 def test_an_adapter_that_leaves_while_a_request_moves_stays_until_that_has_ended(fleet, case):
-    assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
-    stream = start(fleet, LATE, "last")
     with ThreadPoolExecutor(1) as pool:
-        unloaded = pool.submit(fleet.run, "lora", "unload", LATE)
-        eventually(lambda: is_leaving(fleet), "it is being unloaded")
-        for num_tokens in (60, 120):
-            stream.read_until(num_tokens)
-            move(fleet, "last")
-        assert not unloaded.done()
-        assert stream.read_to_end() == [case.outputs[LATE]]
+        with running(fleet, LATE, "last") as stream:
+            unloaded = pool.submit(fleet.run, "lora", "unload", LATE)
+            eventually(lambda: is_leaving(fleet), "it is being unloaded")
+            for num_tokens in (60, 120):
+                stream.read_until(num_tokens)
+                move(fleet, "last")
+            assert compared(stream) == case.outputs[LATE]
+            assert not unloaded.done()
         assert unloaded.result(30) == 0
     assert loaded_at(fleet) == [["sql"]] * 2
 
 
+@pytest.mark.usefixtures("late")
 def test_a_worker_that_ends_gives_it_away_and_returns_with_the_adapter(fleet, case):
     """The flags of the one that is started again do not name it."""
-    assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
     before = num_recomputed(fleet)
-    stream = start(fleet, LATE, "given")
-    if fleet.where_is("given") != fleet.targets[0]:
-        move(fleet, "given")
-    fleet.worker.stop()
-    assert stream.read_to_end() == [case.outputs[LATE]]
+    with running(fleet, LATE, "given") as stream:
+        if fleet.where_is("given") != fleet.targets[0]:
+            move(fleet, "given")
+        fleet.worker.stop()
+        assert compared(stream) == case.outputs[LATE]
     fleet.start_first_again()
-    assert loaded_at(fleet) == [[LATE, "sql"]] * 2
-    stream = start(fleet, LATE, "there")
-    move(fleet, "there")
-    assert stream.read_to_end() == [case.outputs[LATE]]
+    expect_both_have_it(fleet, case)
     assert num_recomputed(fleet) == before
-    assert fleet.run("lora", "unload", LATE) == 0
 
 
+@pytest.mark.usefixtures("late")
 def test_a_worker_that_is_unloaded_gives_it_away_and_takes_it_again(fleet, case):
-    assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
     before = num_recomputed(fleet)
-    stream = start(fleet, LATE, "given")
-    source = fleet.where_is("given")
-    assert fleet.run("unload", source) == 0
-    assert stream.read_to_end() == [case.outputs[LATE]]
+    with running(fleet, LATE, "given") as stream:
+        assert fleet.run("unload", fleet.where_is("given")) == 0
+        assert compared(stream) == case.outputs[LATE]
     assert fleet.run("load") == 0
-    assert loaded_at(fleet) == [[LATE, "sql"]] * 2
-    stream = start(fleet, LATE, "there")
-    move(fleet, "there")
-    assert stream.read_to_end() == [case.outputs[LATE]]
+    expect_both_have_it(fleet, case)
     assert num_recomputed(fleet) == before
-    assert fleet.run("lora", "unload", LATE) == 0
 
 
+@pytest.mark.usefixtures("late")
 def test_a_worker_that_cannot_have_the_adapter_takes_none_of_its_requests(fleet, case):
     directory = case.adapters[LATE]
     aside = directory.with_name("aside")
-    assert fleet.run("lora", "load", f"{LATE}={directory}") == 0
     fleet.worker.stop()
     directory.rename(aside)
-    fleet.worker.start(fleet._flags["worker"])
-    stream = eventually(lambda: started_beside_one_that_does_not_fit(fleet), "it does not fit")
-    assert stream.read_to_end() == [case.outputs[LATE]]
-    aside.rename(directory)
+    try:
+        fleet.worker.start(fleet._flags["worker"])
+        numbers = itertools.count()
+        eventually(
+            lambda: goes_on_beside_one_that_does_not_fit(fleet, case, f"stays-{next(numbers)}"),
+            "it does not fit",
+        )
+    finally:
+        aside.rename(directory)
     fleet.wait_until_both_are_attached()
-    stream = start(fleet, LATE, "moves")
-    move(fleet, "moves")
-    assert stream.read_to_end() == [case.outputs[LATE]]
-    assert fleet.run("lora", "unload", LATE) == 0
+    expect_both_have_it(fleet, case)
 
 
-def started_beside_one_that_does_not_fit(fleet: TwoWorkers) -> Stream | None:
-    """A request that may not move to the first worker for want of the adapter, if that is why."""
-    stream = start(fleet, LATE, "stays")
-    with pytest.raises(grpc.RpcError) as refused:
-        fleet.migrate("stays", fleet.targets[0])
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    if re.search(r"does not fit: .*adapter_config\.json", refused.value.details()):
-        return stream
-    stream.read_to_end()
-    return None
+def expect_both_have_it(fleet: TwoWorkers, case: Case) -> None:
+    assert loaded_at(fleet) == [[LATE, "sql"]] * 2
+    with running(fleet, LATE, "there") as stream:
+        move(fleet, "there")
+        assert compared(stream) == case.outputs[LATE]
+
+
+def goes_on_beside_one_that_does_not_fit(
+    fleet: TwoWorkers, case: Case, request_id: str
+) -> bool | None:
+    """Whether a request may not move to the first worker for want of the adapter."""
+    with running(fleet, LATE, request_id) as stream:
+        with pytest.raises(grpc.RpcError) as refused:
+            fleet.migrate(request_id, fleet.targets[0])
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        if not re.search(r"does not fit: .*adapter_config\.json", refused.value.details()):
+            return None
+        assert compared(stream) == case.outputs[LATE]
+        return True
 
 
 def is_leaving(fleet: TwoWorkers) -> bool | None:

@@ -95,6 +95,9 @@ class Stream:
                 return
         raise AssertionError("it ended early")
 
+    def cancel(self) -> None:
+        self._events.cancel()
+
     def read_to_end(self) -> list[list[int]]:
         for event in self._events:
             self.result.add(event)

@@ -6,9 +6,11 @@ import "./playground.js";
 import { showService } from "./service.js";
 
 const INTERVAL_MS = 500;
+const NAMES_INTERVAL_MS = 4000;
 const TABS = ["service", "playground"];
 
 let wake = () => {};
+let namedAt = -Infinity;
 
 for (const name of TABS) {
   byId(`tab-${name}`).addEventListener("click", () => {
@@ -28,9 +30,15 @@ byId("key-form").addEventListener("submit", (event) => {
 document.addEventListener("visibilitychange", () => wake());
 
 async function showFrame() {
-  const { data } = await get("v1/models"); // workers may come back with another, and adapters come and go
-  byId("model").textContent = data.map((model) => model.id).join(", ");
+  if (performance.now() - namedAt >= NAMES_INTERVAL_MS) await showNames();
   if (!byId("service").hidden) await showService();
+}
+
+/** Says what is served: workers may come back with another model, and adapters come and go. */
+async function showNames() {
+  const { data } = await get("v1/models");
+  byId("model").textContent = data.map((model) => model.id).join(", ");
+  if (data.length) namedAt = performance.now();
 }
 
 async function keepShowing() {
@@ -40,6 +48,7 @@ async function keepShowing() {
       setStatus("live", "");
       byId("key-form").hidden = true;
     } catch (error) {
+      namedAt = -Infinity; // so that either tab sees when it is over
       const needsKey = error instanceof ApiError && error.status === 401;
       byId("key-form").hidden = !needsKey;
       setStatus(needsKey ? "needs an API key" : error.message, "bad");
