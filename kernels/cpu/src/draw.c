@@ -33,14 +33,7 @@ INLINE vf exp_of(vf x)
     vf f = x - n * vf_set(0.693145752f); /* log 2 in two parts: n times the first is exact */
     f = (f - n * vf_set(1.42860677e-6f)) * vf_set(1.44269504f);
     vi power = (vi)shifted - (vi)round;
-    vf p = vf_set(1.54035304e-4f);
-    p = p * f + vf_set(1.33335581e-3f);
-    p = p * f + vf_set(9.61812911e-3f);
-    p = p * f + vf_set(5.55041087e-2f);
-    p = p * f + vf_set(2.40226507e-1f);
-    p = p * f + vf_set(6.93147181e-1f);
-    p = p * f + vf_set(1.0f);
-    return (vf)(((vi)p + (power << 23)) & in_range);
+    return (vf)((vi)exp2_of(power, f) & in_range);
 }
 
 /* LANES logits from i on; what is past the end is -inf. */

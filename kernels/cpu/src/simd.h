@@ -56,6 +56,19 @@ INLINE float vf_reduce_add(vf v)
     return x[0];
 }
 
+/* 2^(n + f) for f in [-0.5, 0.5], to 2e-7 of itself. */
+INLINE vf exp2_of(vi n, vf f)
+{
+    vf p = vf_set(1.54035304e-4f);
+    p = p * f + vf_set(1.33335581e-3f);
+    p = p * f + vf_set(9.61812911e-3f);
+    p = p * f + vf_set(5.55041087e-2f);
+    p = p * f + vf_set(2.40226507e-1f);
+    p = p * f + vf_set(6.93147181e-1f);
+    p = p * f + vf_set(1.0f);
+    return (vf)((vi)p + (n << 23));
+}
+
 /* 2^x for x <= 128, to 2e-7 of itself; 0 below 2^-126; NaN stays NaN. */
 INLINE vf vf_exp2(vf x)
 {
@@ -65,14 +78,7 @@ INLINE vf vf_exp2(vf x)
     vf shifted = x + round;
     vf f = x - (shifted - round); /* [-0.5, 0.5] */
     vi n = (vi)shifted - (vi)round;
-    vf p = vf_set(1.54035304e-4f);
-    p = p * f + vf_set(1.33335581e-3f);
-    p = p * f + vf_set(9.61812911e-3f);
-    p = p * f + vf_set(5.55041087e-2f);
-    p = p * f + vf_set(2.40226507e-1f);
-    p = p * f + vf_set(6.93147181e-1f);
-    p = p * f + vf_set(1.0f);
-    return (vf)((((vi)p + (n << 23)) & in_range) | is_nan);
+    return (vf)(((vi)exp2_of(n, f) & in_range) | is_nan);
 }
 
 /* x / (1 + exp(-x)) */
