@@ -5,9 +5,9 @@ done on a thread of its own as soon as the token is known, while the next step c
 waits for it only if it comes late. On a CPU no core is free while a step computes, and two threads
 that want Python's lock in turns cost more than the masks: there the sampler works them out when it
 needs them. There, too, a row whose grammar forces a *run* of tokens, such as the rest of a key,
-needs no masks for them, and nobody draws them. Grammars are compiled on another thread, while the
-prompt is computed: one that takes longer than its prompt holds up the step in which its row first
-samples.
+needs no masks for them, and nobody draws them if it wants nothing else of their logits. Grammars
+are compiled on another thread, while the prompt is computed: one that takes longer than its prompt
+holds up the step in which its row first samples.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
@@ -80,8 +80,10 @@ class _Row:
     def take(self, token_id: int) -> bool:
         """Move on by a sampled token; whether the matcher has been told."""
         self.sampled.append(token_id)
-        if len(self.sampled) < len(self.run):
-            self.forced = self.run[len(self.sampled)]
+        num_sampled = len(self.sampled)
+        # It is another token than the run's if what else a row asks for suppresses that one.
+        if num_sampled < len(self.run) and token_id == self.run[num_sampled - 1]:
+            self.forced = self.run[num_sampled]
             return False
         self.matcher.consume_tokens(self.sampled)
         self.sampled.clear()
@@ -209,7 +211,8 @@ class StructuredOutput:
         Args:
             rows: Those that have a grammar.
             places: int64[len(rows)]: where their tokens are among `token_ids`.
-            token_ids: Waits for the step's tokens; called on the thread, or by `restrict`.
+            token_ids: Waits for the step's tokens; called on the thread, or by `restrict` or
+                `forced`.
         """
         entries = [self._rows[row] for row in rows]
 

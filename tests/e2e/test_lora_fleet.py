@@ -23,7 +23,7 @@ PROMPT = [5 + 3 * i % 490 for i in range(100)]
 NUM_TOKENS = 500
 """As many are compared."""
 MAX_TOKENS = 3900
-"""So that a request goes on, however slow a test is that does something to it."""
+"""So that a request goes on for seconds while a test does something to it."""
 LATE = "late"
 """An adapter that no worker is started with."""
 

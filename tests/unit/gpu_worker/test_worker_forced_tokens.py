@@ -149,6 +149,18 @@ def test_a_stuck_row_is_told_of_by_its_place_among_all(asking):
     assert Steps(asking).step([1, 0, 5], 0).stuck.tolist() == [2]
 
 
+@pytest.mark.parametrize("num_forced", [0, 1, 2])
+def test_a_row_that_samples_another_token_than_its_run_s_is_stuck_at_once(asking, num_forced):
+    add_all(asking)
+    steps, row = Steps(asking), np.array([4])
+    for length in range(num_forced):
+        steps.step([4], length)
+    assert asking.forced(row) is not None
+    asking.follow(row, lambda: np.array([EOS]))
+    assert asking.forced(row) is None
+    assert steps.step([4], num_forced + 1).stuck.tolist() == [0]
+
+
 def test_ranks_that_make_logits_together_make_those_of_all_rows(asking):
     add_all(asking)
     assert asking.forced(np.array([1])) is not None
