@@ -18,7 +18,7 @@ RUN_STEPS: Final = 128
 MAX_RUNS: Final = 256
 """A product that would fetch more fetches none; as in C."""
 PANEL: Final = 32
-"""Output features of a product; as in C."""
+"""Output features that lie together in a packed weight, and of a product; as in C."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,18 +4,14 @@ Symbols: `T` tokens, `K` input features, `N` output features.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.kv_ahead import NO_FIELDS, KvAhead
+from kernels.cpu.kv_ahead import NO_FIELDS, PANEL, KvAhead
 from kernels.cpu.library import DTYPES, Call, Field, Library, native
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
-
-_PANEL: Final = 32
-"""Output features that lie together in a packed weight; `PANEL` in C."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -39,8 +35,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
     library = native()
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
-    padded = functional.pad(weight, (0, 0, 0, -num_out % _PANEL))
-    panels = WEIGHT_MEMORY.hold(padded.view(-1, _PANEL, num_in // 2, 2).transpose(1, 2))
+    padded = functional.pad(weight, (0, 0, 0, -num_out % PANEL))
+    panels = WEIGHT_MEMORY.hold(padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2))
     return PackedLinear(library, panels, None if bias is None else bias.contiguous(), num_out)
 
 
@@ -77,8 +73,7 @@ class PackedLinear:
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
         """
-        num_in = self._panels.shape[1] * 2
-        check_tensor("x", x, (x.shape[0], num_in), torch.bfloat16, self._panels)
+        check_tensor("x", x, (x.shape[0], self.num_in), torch.bfloat16, self._panels)
         out = x.new_empty((x.shape[0], self._num_out), dtype=dtype)
         self._library.linear(*self._fields(x, out, is_gated=False), *NO_FIELDS)
         return out
@@ -95,7 +90,7 @@ class PackedLinear:
     @property
     def can_gate(self) -> bool:
         """Whether `call_gated` can be called: no panel has both gates and what they are for."""
-        return self._num_out % (2 * _PANEL) == 0
+        return self._num_out % (2 * PANEL) == 0
 
     def call_gated(
         self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead | None = None
@@ -121,7 +116,7 @@ class PackedLinear:
 
     def _fields(self, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> tuple[int, ...]:
         return (
-            x.shape[0], self._panels.shape[1] * 2, self._num_out // (2 if is_gated else 1),
+            x.shape[0], self.num_in, self._num_out // (2 if is_gated else 1),
             x.data_ptr(), self._panels.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(),
             DTYPES[out.dtype], x.stride(0), out.stride(0), is_gated,

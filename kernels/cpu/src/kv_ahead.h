@@ -3,7 +3,7 @@
  * A map of many rows reads its weights once, for the first tile of rows, and memory rests while it
  * computes the others; attention of many short sequences waits for little else. What is fetched goes to
  * the second-level cache, and from there to the third: so not more than MOST_BYTES of a layer, and of a
- * prompt nothing that is stored in this step.
+ * prompt nothing that is stored in this step (but in a last layer that computes wanted tokens alone).
  *
  * Of a block its keys are some runs of at most RUN_BYTES, then its values as many. */
 #ifndef QUIRE_KV_AHEAD_H
