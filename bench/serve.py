@@ -6,7 +6,7 @@ service in one process (see one_service.py), and with its engine alone (see bare
 client is a process of its own on the same machine. Where cores are few, all compete: what face and
 client take is seen in both services, and not in the engine alone. --base-url measures a server that
 is up already, and no tax. --peer URL lets another OpenAI-shaped server of the same model take turns
-with ours.
+with ours; see peer.py.
 """
 
 import argparse
@@ -24,13 +24,14 @@ from pathlib import Path
 
 import aiohttp
 import uvloop
-from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
+from load import Workload, find_model
+from peer import Loads, measure_loads
 from processes import bare_engine, make_model, one_service, service
 from shares import measure_shares
 from split import ENGINE, GRPC, HTTP, ONE_GRPC, ONE_HTTP, by_grpc, by_http, measure_split
 
 _WAVES = 4
-"""Prompts of each stream; with --quick 1."""
+"""Prompts of each stream in a round; with --quick 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Options:
     split_rounds: int
     base_url: str | None
     peer: str | None
+    rounds: int
 
 
 _START = time.monotonic()
@@ -65,8 +67,7 @@ async def measure(options: Options) -> dict[str, float]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     if options.base_url is not None:
-        loads = await _measure_load(options, options.base_url)
-        return metrics_of(loads.ours) | loads.peer_ratios()
+        return (await _measure_loads(options, options.base_url)).metrics()
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as temporary:
         model = options.model
         if model is None:
@@ -89,8 +90,8 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
         engine = await stack.enter_async_context(bare_engine(model, worker_flags))
         await asyncio.gather(*(each.wait_until_ready() for each in (started, one, engine)))
         _report("the three processes, the one, and the engine are ready")
-        loads = await _measure_load(options, started.base_url)
-        metrics = metrics_of(loads.ours) | loads.peer_ratios()
+        loads = await _measure_loads(options, started.base_url)
+        metrics = loads.metrics()
         name = await find_model(started.base_url)
         if not options.quick:
             alone = next((load for load in loads.ours if load.concurrency == 1), None)
@@ -114,45 +115,12 @@ async def _measure_processes(options: Options, model: Path) -> dict[str, float]:
     return metrics | tax.metrics()
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """What was measured at each concurrency."""
-
-    ours: list[LoadResult]
-    peers: list[LoadResult]
-    """At the same concurrencies; empty if there is no peer."""
-
-    def peer_ratios(self) -> dict[str, float]:
-        """Ours ÷ the peer's, by name."""
-        ratios = {}
-        for ours, peers in zip(self.ours, self.peers, strict=False):
-            suffix = f"c{ours.concurrency}"
-            ratios[f"peer_ratio_{suffix}"] = ours.output_tok_s / peers.output_tok_s
-            ratios[f"peer_ttft_ratio_{suffix}"] = ours.ttft_mean_ms / peers.ttft_mean_ms
-            ratios[f"peer_itl_p99_ratio_{suffix}"] = ours.itl_p99_ms / peers.itl_p99_ms
-        return {name: round(ratio, 4) for name, ratio in ratios.items()}
-
-
-async def _measure_load(options: Options, base_url: str) -> Loads:
-    name = await find_model(base_url)
-    peer_name = await find_model(options.peer) if options.peer else ""
-    loads = Loads([], [])
-    for concurrency in options.concurrency:
-        workload = _workload(options, name, concurrency)
-        _report(f"concurrency {concurrency}: {workload.num_prompts} prompts …")
-        loads.ours.append(await run_load(base_url, workload, concurrency))
-        if options.peer:
-            _report(f"concurrency {concurrency}: the peer …")
-            theirs = replace(workload, model=peer_name)
-            loads.peers.append(await run_load(options.peer, theirs, concurrency))
-    print(f"{options.input_len} tokens in, {options.output_len} out, {os.cpu_count()} CPUs:")
-    print(format_table(loads.ours), flush=True)
-    if loads.peers:
-        print(f"the peer, {options.peer}:")
-        print(format_table(loads.peers))
-        print("ours ÷ the peer's:")
-        for ratio_name, ratio in loads.peer_ratios().items():
-            print(f"  {ratio_name:<24} {ratio:.3f}", flush=True)
+async def _measure_loads(options: Options, base_url: str) -> Loads:
+    model = await find_model(base_url)
+    workloads = [(each, _workload(options, model, each)) for each in options.concurrency]
+    loads = await measure_loads(base_url, options.peer, workloads, options.rounds, _report)
+    print(f"{options.input_len} tokens in, {options.output_len} out, {os.cpu_count()} CPUs;")
+    print(loads.table(), flush=True)
     return loads
 
 
@@ -184,6 +152,7 @@ def _parse_options(argv: Sequence[str] | None = None) -> Options:
     add("--split-rounds", type=int, help="of the split's tax; default: 6, with --quick 2")
     add("--base-url", metavar="URL", help="measure this server; no split's tax")
     add("--peer", metavar="URL", help="an OpenAI-shaped server to compare with")
+    add("--rounds", type=int, help="at each concurrency; default: 5 with --peer, otherwise 1")
     given = parser.parse_args(argv)
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: {given.model}: it must be a model directory; see make_model.py")
@@ -192,6 +161,7 @@ def _parse_options(argv: Sequence[str] | None = None) -> Options:
         values["concurrency"] = tuple(map(int, given.concurrency.split(",")))
     except ValueError:
         parser.error(f"--concurrency: {given.concurrency}: it must be numbers such as 1,8,32")
+    values["rounds"] = given.rounds or (5 if given.peer and not given.quick else 1)
     values["split_rounds"] = given.split_rounds or (2 if given.quick else 6)
     return Options(**values)
 

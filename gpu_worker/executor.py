@@ -21,6 +21,7 @@ from gpu_worker.disk_pool import DiskPool
 from gpu_worker.drafter import Drafter
 from gpu_worker.elastic_memory import OutOfMemoryError
 from gpu_worker.graphs import GraphBackend
+from gpu_worker.head_start import head_start_s
 from gpu_worker.holdings import Holdings
 from gpu_worker.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
@@ -300,6 +301,9 @@ class Executor:
             ),
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,
+            head_start_s=(
+                head_start_s(scheduled, execute_s) if self._device.type == "cpu" else 0.0
+            ),
         )
 
     def _change_sequences(self, step: StepInput) -> None:

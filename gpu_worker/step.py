@@ -188,3 +188,6 @@ class StepOutput:
     failed_host_block_ids: Int32Array = field(default_factory=_no_ints)
     """Host blocks whose load has failed; they hold nothing."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    head_start_s: float = 0.0
+    """Seconds for which nothing should be computed after it, for it to get through; see
+    `head_start`."""

@@ -262,6 +262,8 @@ class StepLoop:
         metrics.FAILED_ROWS.inc(len(output.failed_rows))
         metrics.ROWS_USED.set(self.num_rows_used)
         self._tell(job.result, output)
+        if output.head_start_s:
+            time.sleep(output.head_start_s)
 
     def _reset(self, job: _Attach) -> None:
         while self._pending:

@@ -42,6 +42,7 @@ class FakeExecutor:
         self.max_in_flight = max_in_flight
         self.rows = SimpleNamespace(num_used=0)
         self.log = []
+        self.head_start_s = 0.0
         self.launched = {}
         self.bind_error = self.reset_error = None
         self._changed = threading.Condition()
@@ -64,7 +65,9 @@ class FakeExecutor:
         if launched.error is not None:
             raise launched.error
         self._write(("collect", launched.step_id))
-        return StepOutput(launched.step_id, NONE, NONE, NONE, NONE, (), 1, 0.5)
+        return StepOutput(
+            launched.step_id, NONE, NONE, NONE, NONE, (), 1, 0.5, head_start_s=self.head_start_s
+        )
 
     def reset(self):
         if self.reset_error is not None:
@@ -130,6 +133,18 @@ async def test_a_result_does_not_wait_for_the_next_step(executor, loop):
     await executor.saw(("launch", 1))
     executor.launched[1].finished.set()
     assert (await only).step_id == 1
+
+
+async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_begins(executor, loop):
+    executor.max_in_flight, executor.head_start_s = 1, 0.5
+    first, second = loop.submit(0, StepInput(1, 0)), loop.submit(0, StepInput(2, 0))
+    await executor.saw(("launch", 1))
+    executor.launched[1].finished.set()
+    await first
+    assert ("launch", 2) not in executor.log
+    await executor.saw(("launch", 2))
+    executor.launched[2].finished.set()
+    assert (await second).step_id == 2
 
 
 async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_before(executor, loop):

@@ -1,0 +1,70 @@
+"""How `bench/serve.py` compares with another server: in turns, by ratios within a round."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
+
+
+def result(output_tok_s, ttft_mean_ms, itl_p99_ms, concurrency=8):
+    from load import LoadResult  # noqa: PLC0415
+
+    return LoadResult(
+        concurrency=concurrency,
+        num_output_tokens=64,
+        duration_s=1.0,
+        output_tok_s=output_tok_s,
+        ttft_mean_ms=ttft_mean_ms,
+        ttft_p50_ms=ttft_mean_ms,
+        ttft_p99_ms=ttft_mean_ms,
+        tpot_mean_ms=1.0,
+        itl_p99_ms=itl_p99_ms,
+    )
+
+
+async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_reverse(monkeypatch):
+    import peer  # noqa: PLC0415
+    from load import Workload  # noqa: PLC0415
+
+    taken = []
+    results = {
+        "ours": iter([result(10, 50, 8), result(30, 40, 9), result(12, 60, 7)]),
+        "theirs": iter([result(5, 100, 16), result(10, 100, 9), result(12, 120, 14)]),
+    }
+
+    async def find_model(url):
+        return f"model of {url}"
+
+    async def run_load(url, workload, concurrency):
+        taken.append((url, workload.model, workload.seed, concurrency))
+        return next(results[url])
+
+    monkeypatch.setattr(peer, "find_model", find_model)
+    monkeypatch.setattr(peer, "run_load", run_load)
+    workload = Workload("m", 4, 8, 8, seed=6)
+    loads = await peer.measure_loads("ours", "theirs", [(8, workload)], 3, lambda _: None)
+    assert taken == [
+        (url, f"model of {url}", seed, 8)
+        for url, seed in zip(
+            ["ours", "theirs", "theirs", "ours", "ours", "theirs"], [6, 6, 7, 7, 8, 8], strict=True
+        )
+    ]
+    metrics = loads.metrics()
+    assert metrics["output_tok_s_c8"] == 12
+    assert [metrics[f"peer_ratio_c8{end}"] for end in ("", "_min", "_max")] == [2, 1, 3]
+    assert metrics["peer_ttft_ratio_c8"] == 0.5
+    assert metrics["peer_itl_p99_ratio_c8"] == 0.5
+    assert "peer_ratio_c8            2.000  (1.000 … 3.000)" in loads.table()
+
+
+async def test_without_a_peer_there_is_nothing_to_compare():
+    from peer import Loads, Rounds  # noqa: PLC0415
+
+    loads = Loads((Rounds((result(10, 50, 8), result(20, 40, 9)), ()),))
+    assert loads.ours == [result(15, 45, 8.5)]
+    assert not any("peer" in name for name in loads.metrics())
+    assert "peer" not in loads.table()
