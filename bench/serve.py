@@ -152,8 +152,10 @@ def _parse_options(argv: Sequence[str] | None = None) -> Options:
     add("--split-rounds", type=int, help="of the split's tax; default: 6, with --quick 2")
     add("--base-url", metavar="URL", help="measure this server; no split's tax")
     add("--peer", metavar="URL", help="an OpenAI-shaped server to compare with")
-    add("--rounds", type=int, help="at each concurrency; default: 5 with --peer, otherwise 1")
+    add("--rounds", type=int, help="at each concurrency; default: 1, with --peer 5, with --quick 1")
     given = parser.parse_args(argv)
+    if given.peer is not None and given.peer == given.base_url:
+        parser.error(f"--peer: {given.peer}: it must not be the server that it is compared with")
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: {given.model}: it must be a model directory; see make_model.py")
     values = vars(given)

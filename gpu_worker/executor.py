@@ -302,7 +302,9 @@ class Executor:
             num_computed_tokens=scheduled.num_tokens,
             execute_s=execute_s,
             head_start_s=(
-                head_start_s(scheduled, execute_s) if self._device.type == "cpu" else 0.0
+                head_start_s(scheduled, self.rows.num_prompt, execute_s)
+                if self._device.type == "cpu"
+                else 0.0
             ),
         )
 

@@ -9,20 +9,24 @@ while the next one is computed, which takes longer: only the first one is waited
 from typing import Final
 
 from gpu_worker.rows import ScheduledRows
+from gpu_worker.step import Int64Array
 
 HEAD_START_S: Final = 0.002
 """About the processor time of all those processes for one token."""
 _LEAST_LEN: Final = 30
-"""Times a head start that a step must have taken, which costs 3 % at most."""
+"""Times a head start that a step must have taken, which costs a thirtieth at most."""
 
 
-def head_start_s(scheduled: ScheduledRows, execute_s: float) -> float:
-    """Say how long nothing should be computed after a step; 0 where others decode, and would wait.
+def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
+    """Say how long nothing should be computed after a step.
 
     Args:
-        scheduled: What the step computed.
-        execute_s: How long it took, in seconds.
+        scheduled: What the step computed. Where others decode, they would wait: 0.
+        num_prompt: int64[R]: the length of each row's prompt. Behind it is the first token.
+        execute_s: How long the step took, in seconds.
     """
     has_decodes = bool(scheduled.num_decodes or scheduled.num_drafting)
-    is_worth_it = execute_s >= _LEAST_LEN * HEAD_START_S
-    return HEAD_START_S if is_worth_it and len(scheduled.sampling) and not has_decodes else 0.0
+    if has_decodes or execute_s < _LEAST_LEN * HEAD_START_S:
+        return 0.0
+    sampled = scheduled.rows[scheduled.sampling]
+    return HEAD_START_S if (scheduled.positions == num_prompt[sampled]).any() else 0.0

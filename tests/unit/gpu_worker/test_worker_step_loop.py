@@ -135,16 +135,27 @@ async def test_a_result_does_not_wait_for_the_next_step(executor, loop):
     assert (await only).step_id == 1
 
 
-async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_begins(executor, loop):
+async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_begins(
+    executor, loop, monkeypatch
+):
+    naps, is_over = [], threading.Event()
+
+    def nap(seconds):
+        naps.append(seconds)
+        is_over.wait()
+
+    monkeypatch.setattr("gpu_worker.step_loop.time.sleep", nap)
     executor.max_in_flight, executor.head_start_s = 1, 0.5
     first, second = loop.submit(0, StepInput(1, 0)), loop.submit(0, StepInput(2, 0))
     await executor.saw(("launch", 1))
     executor.launched[1].finished.set()
     await first
     assert ("launch", 2) not in executor.log
+    is_over.set()
     await executor.saw(("launch", 2))
     executor.launched[2].finished.set()
     assert (await second).step_id == 2
+    assert 0.5 in naps
 
 
 async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_before(executor, loop):
