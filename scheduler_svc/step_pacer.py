@@ -41,6 +41,9 @@ _SHORT_STEPS = 16
 _MANY_DECODES = 16
 _WORTHWHILE_PART = 8
 """Of what keeps a device busy, beside many decodes: so many tokens are no waste of a step."""
+_FIRST_SHARE = 3 / 8
+"""Of the streams that a burst of short prompts makes, beside a few decodes: those that have a token
+before the last prompts are computed, and wait for them."""
 _LATE_FACTOR = 10
 
 
@@ -49,13 +52,17 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
     Beside many decodes short prompts are spread over some steps: each stream feels them a little,
     and those that come first begin to stream before the last are done. Beside a few they are
-    computed at once: spread, eight streams in a closed loop had 0.87 of the throughput.
+    computed in one step, or in two if they are many: spread, eight streams in a closed loop had
+    0.87 of the throughput.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens
+    num_first = int(_FIRST_SHARE * (queue.num_decoding + queue.num_short)) - queue.num_decoding
     if queue.num_decoding >= _MANY_DECODES:
         worthwhile = config.busy_step_tokens // _WORTHWHILE_PART
         num_short = min(num_short, max(-(-num_short // _SHORT_STEPS), worthwhile))
+    elif num_first > 0:
+        num_short = -(-num_short * num_first // queue.num_short)
     return max(_MIN_TOKENS, num_short, share)
 
 

@@ -45,6 +45,8 @@ class PromptQueue:
     """Tokens of prompts that are at work, or could have their turn."""
     num_short_tokens: int
     """Those of them that are not of a long prompt."""
+    num_short: int
+    """Prompts that these are of."""
 
 
 def read_prompts(core: "Scheduler") -> PromptQueue:
@@ -53,19 +55,21 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
     Those that wait for a row or for blocks do not count. How many do is estimated by what the
     waiting need on average.
     """
-    num_tokens = num_short_tokens = 0
+    num_tokens = num_short_tokens = num_short = 0
     for seq in core._running.prefilling:
         if (num_left := seq.num_tokens_left) > 1:  # else it costs what a decode does
             num_tokens += num_left
             is_long = core._long_prefills.is_long(len(seq.token_ids) - seq.num_cached_tokens)
             num_short_tokens += 0 if is_long else num_left  # the end of a long one is long
+            num_short += not is_long
     waiting = core._waiting
     if waiting.num_tokens:
         num_free_slots = core._pool.num_free * core.config.block_size
         share = min(1.0, core._rows.num_free / len(waiting), num_free_slots / waiting.num_tokens)
         num_tokens += int(share * waiting.num_tokens)
         num_short_tokens += int(share * waiting.num_short_tokens)
-    return PromptQueue(core._running.num_decoding, num_tokens, num_short_tokens)
+        num_short += int(share * waiting.num_short)
+    return PromptQueue(core._running.num_decoding, num_tokens, num_short_tokens, num_short)
 
 
 def num_steps_sent(core: "Scheduler") -> int:

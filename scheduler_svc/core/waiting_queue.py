@@ -29,6 +29,8 @@ class WaitingQueue:
         """Known tokens that they have to compute, as far as is known."""
         self.num_short_tokens = 0
         """Those of them that are not of a long prompt."""
+        self.num_short = 0
+        """Sequences whose prompt is not long."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -46,6 +48,7 @@ class WaitingQueue:
         is_long = 0 < self._threshold < num_tokens
         lane = self._long if is_long else self._short
         self._count(lane, num_tokens)
+        self.num_short += not is_long
         self.num_swapped += seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane[seq.seq_id] = lane
         account = seq.place.account
@@ -67,6 +70,7 @@ class WaitingQueue:
         self.num_swapped -= seq.status is SeqStatus.SWAPPED
         lane = self._seq_id_to_lane.pop(seq.seq_id)
         lane.remove(seq)
+        self.num_short -= lane is self._short
         self._count(lane, -self._seq_id_to_tokens.pop(seq.seq_id))
         self._deadlines.discard(seq)
         account = seq.place.account

@@ -34,9 +34,10 @@ def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPac
     return pacer
 
 
-def pace(*steps, max_slowdown=1.5, queue=(8, 0, 0)) -> int | None:
+def pace(*steps, max_slowdown=1.5, queue=(8, 0, 0), num_short=1) -> int | None:
     """Of steps (prompt tokens, decodes, seconds), for (decodes, tokens, short ones' tokens)."""
-    return pacer_after(*steps, max_slowdown=max_slowdown).max_paced_tokens(PromptQueue(*queue))
+    prompts = PromptQueue(*queue, num_short)
+    return pacer_after(*steps, max_slowdown=max_slowdown).max_paced_tokens(prompts)
 
 
 def test_there_is_no_bound_before_both_kinds_of_step_are_known():
@@ -105,6 +106,14 @@ def test_prompts_do_not_queue_up_for_the_bound():
     assert pace(*slow) == 5
     assert pace(*slow, queue=(8, 1200, 1200)) == 1200, "short ones are computed at once"
     assert pace(*slow, queue=(8, 2560, 4)) == 10, "of all: one of 256 parts"
+
+
+def test_of_a_burst_beside_a_few_decodes_some_go_first_and_the_others_together():
+    slow = [(100, 0, 1.0), (0, 1, 0.1)]
+    assert pace(*slow, queue=(1, 700, 700), num_short=7) == 200, "3 of 8 with the one"
+    assert pace(*slow, queue=(3, 500, 500), num_short=5) == 500, "the rest of it"
+    assert pace(*slow, queue=(1, 200, 200), num_short=2) == 200, "two are no burst"
+    assert pace(*slow, queue=(0, 800, 800), num_short=8) == 300
 
 
 def test_short_prompts_are_spread_over_steps_beside_many_decodes():

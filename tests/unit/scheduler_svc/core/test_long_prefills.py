@@ -111,13 +111,13 @@ def test_prompts_that_could_have_their_turn_are_counted():
     core.submit(request(0, num_tokens=4, max_tokens=40), 0.0)
     worker = Worker(core)
     worker.step()
-    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=0, num_short_tokens=0)
+    assert read_prompts(core) == PromptQueue(1, num_tokens=0, num_short_tokens=0, num_short=0)
     core.submit(request(1, num_tokens=40), 1.0)
     core.submit(request(2, num_tokens=6), 1.0)
-    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=46, num_short_tokens=6)
+    assert read_prompts(core) == PromptQueue(1, num_tokens=46, num_short_tokens=6, num_short=1)
     worker.max_paced_tokens = 4
     worker.step()
-    assert read_prompts(core) == PromptQueue(num_decoding=1, num_tokens=42, num_short_tokens=4)
+    assert read_prompts(core) == PromptQueue(1, num_tokens=42, num_short_tokens=4, num_short=1)
     core.submit(request(3, num_tokens=4), 1.0)
     assert read_prompts(core).num_tokens == 42, "it has no row to have"
 
@@ -127,7 +127,7 @@ def test_the_end_of_a_long_prompt_is_not_a_short_one():
     core.submit(request(0, num_tokens=20), 0.0)
     worker = Worker(core)
     worker.step()
-    assert read_prompts(core) == PromptQueue(num_decoding=0, num_tokens=4, num_short_tokens=0)
+    assert read_prompts(core) == PromptQueue(0, num_tokens=4, num_short_tokens=0, num_short=0)
 
 
 def test_a_lone_prompt_is_computed_in_parts_that_there_is_time_for():
@@ -160,7 +160,7 @@ def test_a_prompt_is_long_by_what_keeps_the_device_busy():
     core = make_core(num_saturating_tokens=16, **room)
     for key, num_tokens in enumerate([8, 9]):
         core.submit(request(key, num_tokens=num_tokens), 0.0)
-    assert read_prompts(core) == PromptQueue(num_decoding=0, num_tokens=17, num_short_tokens=8)
+    assert read_prompts(core) == PromptQueue(0, num_tokens=17, num_short_tokens=8, num_short=1)
 
 
 def test_nobody_decodes_and_nothing_is_paced():
