@@ -134,7 +134,9 @@ class _Simulation:
         """Requests on their way, as a heap: when they are there, and which."""
         self._in_flight: deque[tuple[float, float, StepOutcome]] = deque()
         """When a step will be done, how long the worker takes, and what comes of it."""
-        self._free_at = 0.0
+        self._free_at = self._began = 0.0
+        self._due_at: float | None = None
+        """When the next step goes out; None: when something has happened."""
         self._sent: list[float] = []
         self._heard: dict[int, float] = {}  # when each request's last token came
         self._felt = Felt()
@@ -148,7 +150,8 @@ class _Simulation:
             for when in np.cumsum(waits).tolist():
                 self._send(when)
         while self._coming or self._in_flight:
-            now = min([each[0][0] for each in (self._coming, self._in_flight) if each])
+            events = [each[0][0] for each in (self._coming, self._in_flight) if each]
+            now = min([*events, self._due_at or math.inf])
             while self._coming and self._coming[0][0] <= now:
                 self._submit(heapq.heappop(self._coming)[1], now)
             while self._in_flight and self._in_flight[0][0] <= now:
@@ -169,6 +172,7 @@ class _Simulation:
 
     def _answer(self, now: float) -> None:
         _, execute_s, outcome = self._in_flight.popleft()
+        self._began = now
         news = self._core.update(outcome)
         self._pacer.answered(execute_s)
         felt = self._felt
@@ -185,6 +189,14 @@ class _Simulation:
 
     def _plan(self, now: float) -> None:
         while True:
+            self._due_at = None
+            if not self._in_flight:
+                self._began = now
+            elif len(self._in_flight) == 1:
+                due_at = self._began + self._pacer.next_is_due_s()
+                if due_at > now:
+                    self._due_at = due_at
+                    return
             bound = self._pacer.max_paced_tokens(read_prompts(self._core))
             if (plan := self._core.schedule(now, bound, self._pacer.max_prompt_tokens)) is None:
                 return

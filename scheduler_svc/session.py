@@ -1,4 +1,4 @@
-"""One attachment of a worker: the only caller of its scheduler core, two steps ahead of the worker.
+"""One attachment of a worker: the only caller of its scheduler core, a step ahead of the worker.
 
 Others `post` commands, which are applied between two steps. The session sleeps until there is a
 command, a result or a loss, so an idle one costs nothing.
@@ -99,6 +99,10 @@ class Session:
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
         self._waits = CoreWaits()
+        self._computing_since_s = 0.0
+        """When the oldest step in flight began, as far as is known; by the loop's clock."""
+        self._lookahead: asyncio.TimerHandle | None = None
+        """Wakes the session when the next step is due."""
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
                 # Some more, since a loop's timer counts from when its turn began.
@@ -323,6 +327,8 @@ class Session:
 
     def _send_steps(self) -> None:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
+            if not self._is_next_due():
+                return
             started = time.perf_counter()
             with timeline.span("schedule"):
                 pacer, prompts = self.steps.pacer, read_prompts(self._core)
@@ -340,8 +346,24 @@ class Session:
             took_s = self.steps.sent(plan, read_queues(self._core), started)
             self._worker_spans.sent(plan, step_id, took_s)
 
+    def _is_next_due(self) -> bool:
+        """Whether the next step should go out now; if not, the session is woken when it should."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._core.num_steps_in_flight:
+            self._computing_since_s = now_s
+            return True
+        due_s = self._computing_since_s + self.steps.pacer.next_is_due_s()
+        if self._lookahead is not None:
+            self._lookahead.cancel()
+            self._lookahead = None
+        if due_s <= now_s:
+            return True
+        self._lookahead = asyncio.get_running_loop().call_at(due_s, self._wake.set)
+        return False
+
     def _apply_result(self, timed: TimedResult) -> None:
         result = timed.result
+        self._computing_since_s = asyncio.get_running_loop().time()
         started = time.perf_counter()
         self._worker_spans.answered(timed.step_id)
         if result.prompt_logprobs:  # now: what the update ends has no row any more

@@ -45,6 +45,11 @@ _FIRST_SHARE = 3 / 8
 """Of the streams that a burst of short prompts makes, beside a few decodes: those that have a token
 before the last prompts are computed, and wait for them."""
 _LATE_FACTOR = 10
+_LEAD_S = 0.02
+"""Before the step in flight ends, when the next one goes out: for planning and the wire, and for a
+step that ends sooner than expected."""
+_LEAD_PART = 4
+"""Of a step that is long: so many times the lead, since it is harder to foresee."""
 
 
 def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
@@ -149,6 +154,19 @@ class StepPacer:
         # Those that compute nothing may wait for the disk, if alone.
         if not any(plan.num_scheduled_tokens for plan in self._in_flight):
             return None
+        expected_s = self._expected_s()
+        return None if expected_s is None else max(SILENT_AFTER_S, _LATE_FACTOR * expected_s)
+
+    def next_is_due_s(self) -> float:
+        """Say how long after the step in flight begins the next one should go out, in seconds.
+
+        Not long before it can begin, so that what comes meanwhile is in it, not behind it.
+        """
+        expected_s = self._expected_s() or 0.0
+        return max(0.0, expected_s - max(_LEAD_S, expected_s / _LEAD_PART))
+
+    def _expected_s(self) -> float | None:
+        """Say how long the steps in flight take together; None: nobody can say."""
         expected_s = 0.0
         for plan in self._in_flight:
             num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
@@ -161,7 +179,7 @@ class StepPacer:
                 return None
             expected_s += decode_s or 0.0 if plan.num_decodes else 0.0
             expected_s += num_prompt_tokens * (token_s or 0.0)
-        return max(SILENT_AFTER_S, _LATE_FACTOR * expected_s)
+        return expected_s
 
     def sent(self, plan: StepPlan) -> None:
         """Note that a step goes out."""

@@ -92,6 +92,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.epoch = 0
         self.held_rows = ()  # when it was attached
         self.num_computed_before = []  # of each sequence that was announced
+        self.announced_at = {}  # step ids, by the first token of a prompt
         self.attach_error = None
         self.resize_error = None
         self.may_resize = asyncio.Event()
@@ -115,6 +116,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
+        self.execute_s = 0.001  # what it says that a step has taken
         self.adapters = FakeAdapters(self)
         self.loading = FakeLoading(self)
         self.executing = set()  # queues of the streams that are open
@@ -266,6 +268,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             del self.rows[row]
         for new in batch.new_sequences:
             self._admit(new)
+            self.announced_at[self.rows[new.row].token_ids[0]] = batch.step_id
         if any(state.token_ids[0] == self.poison for state in self.rows.values()):
             raise RuntimeError("a step fails as a whole")
         appended = zip(
@@ -372,7 +375,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             stopped_rows=pack_int32(np.array(stopped, np.int32)),
             failed_rows=pack_int32(np.array(failed, np.int32)),
             logprobs=logprobs,
-            execute_s=0.001,
+            execute_s=self.execute_s,
         )
         if self.wrong_results is not None:
             self.wrong_results(result)

@@ -201,3 +201,25 @@ def test_a_step_that_computes_nothing_may_wait_as_long_as_it_is_alone():
     known = [(0, 8, 0.1)]
     assert late_after_s(*known, in_flight=[(0, 0)]) is None
     assert late_after_s(*known, in_flight=[(0, 0), (0, 8)]) == 1.5
+
+
+def next_is_due_s(*steps, in_flight):
+    """As `late_after_s`."""
+    pacer = pacer_after(*steps)
+    for num_prompt_tokens, num_decodes in in_flight:
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
+    return pacer.next_is_due_s()
+
+
+def test_the_next_step_is_due_shortly_before_the_one_in_flight_ends():
+    known = [(0, 8, 0.01), (100, 0, 0.1)]
+    assert next_is_due_s(*known, in_flight=[(50, 0)]) == pytest.approx(0.03), "20 ms before"
+    assert next_is_due_s(*known, in_flight=[(400, 0)]) == pytest.approx(0.3), "a quarter before"
+    assert next_is_due_s(*known, in_flight=[(390, 8)]) == pytest.approx(0.3), "decodes count, too"
+
+
+def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_knows():
+    known = [(0, 8, 0.01), (100, 0, 0.1)]
+    assert next_is_due_s(*known, in_flight=[(0, 8)]) == 0
+    assert next_is_due_s(*known, in_flight=[(0, 0)]) == 0, "it waits for the disk"
+    assert next_is_due_s(in_flight=[(400, 0)]) == 0
