@@ -98,7 +98,7 @@ class BareEngine:
         self._submit(islice(requests, concurrency))
         while True:
             while (plan := self._schedule()) is not None:
-                self._pacer.sent(plan)
+                self._pacer.sent(plan, time.monotonic())
                 in_flight.append(self._launch(plan))
             if not in_flight:
                 return num_tokens
@@ -106,7 +106,7 @@ class BareEngine:
             result = result_from_proto(
                 worker_pb2.StepResult.FromString(message), 0, self._limits.max_num_seqs
             )
-            self._pacer.answered(result.execute_s)
+            self._pacer.answered(result.execute_s, time.monotonic())
             news = self._core.update(result.outcome)
             num_tokens += len(news.token_ids)
             self._submit(islice(requests, len(news.finished)))

@@ -134,7 +134,7 @@ class _Simulation:
         """Requests on their way, as a heap: when they are there, and which."""
         self._in_flight: deque[tuple[float, float, StepOutcome]] = deque()
         """When a step will be done, how long the worker takes, and what comes of it."""
-        self._free_at = self._began = 0.0
+        self._free_at = 0.0
         self._due_at: float | None = None
         """When the next step goes out; None: when something has happened."""
         self._sent: list[float] = []
@@ -172,9 +172,8 @@ class _Simulation:
 
     def _answer(self, now: float) -> None:
         _, execute_s, outcome = self._in_flight.popleft()
-        self._began = now
         news = self._core.update(outcome)
-        self._pacer.answered(execute_s)
+        self._pacer.answered(execute_s, now)
         felt = self._felt
         felt.ended = now + _WIRE_S
         for key in news.seq_keys.tolist():
@@ -189,18 +188,14 @@ class _Simulation:
 
     def _plan(self, now: float) -> None:
         while True:
-            self._due_at = None
-            if not self._in_flight:
-                self._began = now
-            elif len(self._in_flight) == 1:
-                due_at = self._began + self._pacer.next_is_due_s()
-                if due_at > now:
-                    self._due_at = due_at
-                    return
+            due_at = self._pacer.next_due_s
+            self._due_at = due_at if now < due_at and len(self._in_flight) == 1 else None
+            if self._due_at is not None:
+                return
             bound = self._pacer.max_paced_tokens(read_prompts(self._core))
             if (plan := self._core.schedule(now, bound, self._pacer.max_prompt_tokens)) is None:
                 return
-            self._pacer.sent(plan)
+            self._pacer.sent(plan, now)
             execute_s = self._seconds(plan)
             self._free_at = max(now, self._free_at) + execute_s
             self._in_flight.append((self._free_at, execute_s, self._worker.execute(plan)))

@@ -97,6 +97,8 @@ class Update:
     """`core.update(outcome)`."""
 
     outcome: StepOutcome
+    now: float | None = None
+    """When; None: nobody has noted it."""
 
 
 @dataclass(frozen=True, slots=True)

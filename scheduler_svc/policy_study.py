@@ -180,7 +180,6 @@ class _Recording:
         """The last bound that the recorder had for the decodes' sake; None: it had none."""
         self.max_prompt_tokens: int | None = None
         """The last bound that it had for the length of a step."""
-        self._answered: deque[News] = deque()
 
     def add(self, entry: Entry) -> None:
         """Take the next call."""
@@ -205,8 +204,6 @@ class _Recording:
                 self.run.take(request, now)
             case Schedule(now):
                 self.now = now
-                self._hear(now)
-                self.step_times.planned(now)
                 bound = entry.call.max_paced_tokens
                 if bound is not None:
                     is_for_decodes = bound > least_tokens(read_prompts(self.core), self.core.config)
@@ -217,14 +214,13 @@ class _Recording:
                 self.core.take_reports()
                 if plan is not None:
                     self.step_times.sent(plan)
-            case Update(outcome):
-                self.step_times.answered(outcome.step_id)
-                self._answered.append(self.core.update(outcome))
+            case Update(outcome, now):
+                self.now = self.now if now is None else now
+                self.step_times.answered(outcome.step_id, self.now)
+                self.run.hear(self.core.update(outcome), self.now)
             case Cancel(source, seq_keys):
-                self._hear(self.now)
                 self._cut_off(self.core.cancel(source, seq_keys))
             case CancelSource(source):
-                self._hear(self.now)
                 live = [name for name, seq in self.run.sequences.items() if seq.reason is None]
                 keys = [SeqKey(name.seq_key) for name in live if name.source == source]
                 self._cut_off(self.core.cancel(source, keys))
@@ -247,11 +243,6 @@ class _Recording:
                 raise RecordingError(
                     "it has requests that moved between workers: which, another policy decides"
                 )
-
-    def _hear(self, now: float) -> None:
-        """Take in the results before this call; an update itself is not timed."""
-        while self._answered:
-            self.run.hear(self._answered.popleft(), now)
 
     def _cut_off(self, finished: Iterable[Finished]) -> None:
         ends = tuple(finished)

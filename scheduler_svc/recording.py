@@ -64,10 +64,15 @@ class RecordingScheduler(Successor):
     """A core whose calls are told to `record`, with what they gave or raised."""
 
     def __init__(
-        self, config: SchedulerConfig, record: Callable[[Call, StepPlan | None, str], None]
+        self,
+        config: SchedulerConfig,
+        record: Callable[[Call, StepPlan | None, str], None],
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` gives the time of calls that are given none: that of the `now` of the others."""
         super().__init__(config)
         self._record = record
+        self._clock = clock
 
     def submit(self, request: Request, now: float) -> None:
         """See `Scheduler`."""
@@ -115,7 +120,7 @@ class RecordingScheduler(Successor):
 
     def update(self, outcome: StepOutcome) -> News:
         """See `Scheduler`."""
-        return self._recorded(Update(outcome), super().update, outcome)
+        return self._recorded(Update(outcome, self._clock()), super().update, outcome)
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
         """See `Replica`."""
@@ -185,7 +190,12 @@ class Recordings:
         self._thread.join()
 
     @contextlib.contextmanager
-    def open_core(self, info: WorkerInfo, config: SchedulerConfig) -> Iterator[Successor]:
+    def open_core(
+        self,
+        info: WorkerInfo,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Iterator[Successor]:
         """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
         recording = self._begin(info, config)
         if recording is None:
@@ -193,7 +203,7 @@ class Recordings:
             return
         reason = "the worker is lost"
         try:
-            yield RecordingScheduler(config, recording.add)
+            yield RecordingScheduler(config, recording.add, clock)
         except asyncio.CancelledError:
             reason = "the scheduler has ended"
             raise

@@ -1,7 +1,7 @@
 """One attachment of a worker: the only caller of its scheduler core, a step ahead of the worker.
 
 Others `post` commands, which are applied between two steps. The session sleeps until there is a
-command, a result or a loss, so an idle one costs nothing.
+command, a result or a loss, or a step is due, so an idle one costs nothing.
 """
 
 import asyncio
@@ -51,6 +51,9 @@ from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
 from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.worker_client import TimedResult, WorkerLink
 
+_TICK_S = 0.001
+"""Of the event loop's clock: less is not worth an alarm."""
+
 _T = TypeVar("_T")
 
 
@@ -99,9 +102,7 @@ class Session:
         self._bug: BrokenInvariantError | None = None
         """What a call from outside the engine's task has found."""
         self._waits = CoreWaits()
-        self._computing_since_s = 0.0
-        """When the oldest step in flight began, as far as is known; by the loop's clock."""
-        self._lookahead: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
         if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
@@ -316,6 +317,8 @@ class Session:
     def end(self) -> tuple[SubmitRequest, ...]:
         """Return every live request. What was posted before counts; nothing may be posted after."""
         self._settled.set()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._commands.apply()
         lost = self._link.lost
         self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
@@ -327,7 +330,9 @@ class Session:
 
     def _send_steps(self) -> None:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
-            if not self._is_next_due():
+            wait_s = self.steps.pacer.next_due_s - time.monotonic()
+            if wait_s > _TICK_S:
+                self._set_alarm(wait_s)
                 return
             started = time.perf_counter()
             with timeline.span("schedule"):
@@ -346,24 +351,13 @@ class Session:
             took_s = self.steps.sent(plan, read_queues(self._core), started)
             self._worker_spans.sent(plan, step_id, took_s)
 
-    def _is_next_due(self) -> bool:
-        """Whether the next step should go out now; if not, the session is woken when it should."""
-        now_s = asyncio.get_running_loop().time()
-        if not self._core.num_steps_in_flight:
-            self._computing_since_s = now_s
-            return True
-        due_s = self._computing_since_s + self.steps.pacer.next_is_due_s()
-        if self._lookahead is not None:
-            self._lookahead.cancel()
-            self._lookahead = None
-        if due_s <= now_s:
-            return True
-        self._lookahead = asyncio.get_running_loop().call_at(due_s, self._wake.set)
-        return False
+    def _set_alarm(self, wait_s: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
 
     def _apply_result(self, timed: TimedResult) -> None:
         result = timed.result
-        self._computing_since_s = asyncio.get_running_loop().time()
         started = time.perf_counter()
         self._worker_spans.answered(timed.step_id)
         if result.prompt_logprobs:  # now: what the update ends has no row any more

@@ -36,7 +36,7 @@ class StepObserver:
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
         self.meter.sent(plan, bound)
         self.log.sent(plan, queues)
-        self.pacer.sent(plan)
+        self.pacer.sent(plan, time.monotonic())
         took_s = time.perf_counter() - started_s
         self._metrics.schedule.observe(took_s)
         self._metrics.step_tokens.observe(plan.num_scheduled_tokens)
@@ -48,6 +48,6 @@ class StepObserver:
         self._metrics.update.observe(update_s)
         self.meter.answered(execute_s)
         self.log.answered(execute_s, timed.rpc_s, time.time())
-        self.pacer.answered(execute_s)
+        self.pacer.answered(execute_s, time.monotonic())
         self._metrics.step_rpc.observe(timed.rpc_s)
         self._metrics.step_execute.observe(execute_s)

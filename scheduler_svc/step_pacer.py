@@ -1,7 +1,7 @@
 """Says how much of prompts a step may compute so that the others' tokens stay in time.
 
 And how much it may compute for nobody to wait too long, whoever is beside them. And, by the same
-numbers, when a step takes so long that its worker must hang.
+numbers, when the next step should go out, and when one takes so long that its worker must hang.
 
 All are learned from the steps that a worker does: how long one takes that only decodes, by how
 many sequences there are; how much longer each prompt token makes it, where there are many; and what
@@ -100,6 +100,8 @@ class StepPacer:
         self._few = _Added()
         """What steps add that have a few and decode, too."""
         self._in_flight: deque[StepPlan] = deque()
+        self._began_s = 0.0
+        """When the oldest step in flight began, as far as is known."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -157,13 +159,16 @@ class StepPacer:
         expected_s = self._expected_s()
         return None if expected_s is None else max(SILENT_AFTER_S, _LATE_FACTOR * expected_s)
 
-    def next_is_due_s(self) -> float:
-        """Say how long after the step in flight begins the next one should go out, in seconds.
+    @property
+    def next_due_s(self) -> float:
+        """When the next step should go out, by the clock of `sent` and `answered`; -inf: at once.
 
         Not long before it can begin, so that what comes meanwhile is in it, not behind it.
         """
-        expected_s = self._expected_s() or 0.0
-        return max(0.0, expected_s - max(_LEAD_S, expected_s / _LEAD_PART))
+        expected_s = self._expected_s()
+        if not self._in_flight or expected_s is None:
+            return -math.inf
+        return self._began_s + expected_s - max(_LEAD_S, expected_s / _LEAD_PART)
 
     def _expected_s(self) -> float | None:
         """Say how long the steps in flight take together; None: nobody can say."""
@@ -177,17 +182,22 @@ class StepPacer:
                 or len(plan.swap_in_src_block_ids)  # takes what the bus takes
             ):
                 return None
+            if num_prompt_tokens > _FEW_TOKENS and self._prompt_token_s.value is not None:
+                token_s = min(token_s or 0.0, self._prompt_token_s.value)  # a few pay for the step
             expected_s += decode_s or 0.0 if plan.num_decodes else 0.0
             expected_s += num_prompt_tokens * (token_s or 0.0)
         return expected_s
 
-    def sent(self, plan: StepPlan) -> None:
+    def sent(self, plan: StepPlan, now_s: float) -> None:
         """Note that a step goes out."""
+        if not self._in_flight:
+            self._began_s = now_s
         self._in_flight.append(plan)
 
-    def answered(self, execute_s: float) -> None:
+    def answered(self, execute_s: float, now_s: float) -> None:
         """Note how long the worker took for the oldest step that is in flight."""
         plan = self._in_flight.popleft()
+        self._began_s = now_s
         if execute_s <= 0:
             return
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes

@@ -1,7 +1,6 @@
 """How long a worker's steps take, from the times at which its results were taken in.
 
-While a worker is never idle, one result follows the other by the time that a step takes. That is
-told by the times at which the scheduler planned, which it does as soon as a result is there.
+While a worker is never idle, one result follows the other by the time that a step takes.
 """
 
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ class StepTimeSamples:
     def __init__(self) -> None:
         self._num_tokens: dict[int, int] = {}
         """Of the steps in flight."""
-        self._answered: list[tuple[int, int, bool]] = []
-        """Results since the last call of `planned`: step, tokens, whether another was in flight."""
         self._busy_since: float | None = None
         """When the result before was taken in, if the worker had another step then."""
         self._samples: list[tuple[int, float]] = []
@@ -46,18 +43,12 @@ class StepTimeSamples:
         """Note that a step goes out."""
         self._num_tokens[plan.step_id] = plan.num_scheduled_tokens
 
-    def answered(self, step_id: int) -> None:
-        """Note that the oldest step's result was taken in."""
-        self._answered.append((step_id, self._num_tokens.pop(step_id), bool(self._num_tokens)))
-
-    def planned(self, now: float) -> None:
-        """Note that the scheduler was asked for a plan: at once after the results before it."""
-        if len(self._answered) == 1 and self._busy_since is not None:
-            _, num_tokens, _ = self._answered[0]
+    def answered(self, step_id: int, now: float) -> None:
+        """Note when the oldest step's result was taken in."""
+        num_tokens = self._num_tokens.pop(step_id)
+        if self._busy_since is not None:
             self._samples.append((num_tokens, now - self._busy_since))
-        if self._answered:
-            self._busy_since = now if self._answered[-1][2] else None
-            self._answered = []
+        self._busy_since = now if self._num_tokens else None
 
     def fit(self) -> StepTimes | None:
         """Fit a line through the samples, by least squares; None: there are too few.

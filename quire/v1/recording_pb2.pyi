@@ -215,7 +215,7 @@ class RecordedNewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., row: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ...) -> None: ...
 
 class RecordedUpdate(_message.Message):
-    __slots__ = ("step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids", "candidate_rows", "candidate_counts", "candidate_token_ids", "candidate_logprobs", "stuck_rows")
+    __slots__ = ("step_id", "sampled_rows", "sampled_token_ids", "stopped_rows", "failed_rows", "failed_swap_in_block_ids", "stored_disk_block_ids", "failed_disk_block_ids", "loaded_host_block_ids", "failed_host_block_ids", "candidate_rows", "candidate_counts", "candidate_token_ids", "candidate_logprobs", "stuck_rows", "now")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROWS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,7 @@ class RecordedUpdate(_message.Message):
     CANDIDATE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STUCK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     sampled_rows: bytes
     sampled_token_ids: bytes
@@ -246,7 +247,8 @@ class RecordedUpdate(_message.Message):
     candidate_token_ids: bytes
     candidate_logprobs: bytes
     stuck_rows: bytes
-    def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ..., candidate_rows: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_token_ids: _Optional[bytes] = ..., candidate_logprobs: _Optional[bytes] = ..., stuck_rows: _Optional[bytes] = ...) -> None: ...
+    now: float
+    def __init__(self, step_id: _Optional[int] = ..., sampled_rows: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., stopped_rows: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., failed_swap_in_block_ids: _Optional[bytes] = ..., stored_disk_block_ids: _Optional[bytes] = ..., failed_disk_block_ids: _Optional[bytes] = ..., loaded_host_block_ids: _Optional[bytes] = ..., failed_host_block_ids: _Optional[bytes] = ..., candidate_rows: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_token_ids: _Optional[bytes] = ..., candidate_logprobs: _Optional[bytes] = ..., stuck_rows: _Optional[bytes] = ..., now: _Optional[float] = ...) -> None: ...
 
 class RecordedBeginExport(_message.Message):
     __slots__ = ("source", "first_seq_key")

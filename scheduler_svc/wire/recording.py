@@ -87,8 +87,10 @@ def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
                 entry.schedule.max_prompt_tokens = max_prompt_tokens
             if plan is not None:
                 entry.schedule.plan.CopyFrom(_plan_to_proto(plan))
-        case Update(outcome):
+        case Update(outcome, now):
             entry.update.step_id = outcome.step_id
+            if now is not None:
+                entry.update.now = now
             for name in _OUTCOME_ARRAYS:
                 # float32 goes as it is: only the type says what the four bytes are
                 setattr(entry.update, name, pack_int32(getattr(outcome, name).view(np.int32)))
@@ -237,7 +239,9 @@ def _entry_from_frame(frame: bytes | CutOff) -> Entry | End | CutOff:
             if message.schedule.HasField("plan"):
                 plan = _plan_from_proto(message.schedule.plan)
         case "update":
-            call = Update(_outcome_from_proto(message.update))
+            updated = message.update
+            now = updated.now if updated.HasField("now") else None
+            call = Update(_outcome_from_proto(updated), now)
         case "submit":
             call = Submit(_request_from_proto(message.submit), message.submit.now)
         case "inherit":

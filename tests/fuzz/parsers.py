@@ -270,7 +270,7 @@ def _recording_payloads() -> list[bytes]:
         origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
         call_to_payload(Submit(request, 1.0), None, ""),
         call_to_payload(Schedule(1.0, None), plan, ""),
-        call_to_payload(Update(outcome), None, ""),
+        call_to_payload(Update(outcome, 2.0), None, ""),
         call_to_payload(Cancel(SourceId(0), (SeqKey(1),)), None, ""),
         call_to_payload(Defragment(), None, ""),
         call_to_payload(Shrink(4), None, ""),

@@ -15,7 +15,7 @@ async def learn_step_time(router, worker, execute_s):
     await router.submit(0, [1, 2, 3, 4], max_tokens=2)
     await router.read_until_finished(0)
     await worker.wait_for_batches(3)  # the last takes back the row
-    while len(worker.answered) < 3:
+    while len(worker.answered) < 3:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(0)
 
 
@@ -45,3 +45,18 @@ async def test_a_step_that_ends_sooner_than_expected_leaves_nobody_waiting(folde
         await router.submit(1, [5, 6, 7, 8], max_tokens=20)
         await router.read_until_finished(1)
         assert router.tokens[1] == expected_tokens([5, 6, 7, 8], 20)
+
+
+async def test_the_next_step_goes_out_when_it_is_due_though_nothing_has_happened(
+    folder, worker, connect
+):
+    async with running_scheduler(folder, [worker.target]) as scheduler:
+        router = await connect(scheduler.target)
+        await learn_step_time(router, worker, 0.2)
+        worker.pause()
+        await router.submit(1, [5, 6, 7, 8], max_tokens=4)
+        await worker.wait_for_batches(3 + 2)
+        assert len(worker.answered) == 3
+        worker.resume()
+        await router.read_until_finished(1)
+        assert router.tokens[1] == expected_tokens([5, 6, 7, 8], 4)

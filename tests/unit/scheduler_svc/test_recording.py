@@ -127,7 +127,8 @@ def test_all_of_a_plan_is_recorded():
     assert [field.name for field in fields(RecordedPlan)] == names
     assert [field.name for field in recording_pb2.RecordedPlan.DESCRIPTOR.fields] == names
     outcome = {field.name for field in fields(StepOutcome)}
-    assert {field.name for field in recording_pb2.RecordedUpdate.DESCRIPTOR.fields} == outcome
+    recorded = {field.name for field in recording_pb2.RecordedUpdate.DESCRIPTOR.fields}
+    assert recorded == {*outcome, "now"}
     kept = {field.name for field in recording_pb2.RecordedNewSequence.DESCRIPTOR.fields}
     from_request = {
         "token_ids",

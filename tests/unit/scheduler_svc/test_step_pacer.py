@@ -29,8 +29,8 @@ def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPac
     """Steps are (prompt tokens, decodes, seconds)."""
     pacer = StepPacer(Pace(max_slowdown, max_step_s), config)
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
-        pacer.answered(execute_s)
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
+        pacer.answered(execute_s, 0.0)
     return pacer
 
 
@@ -181,7 +181,7 @@ def late_after_s(*steps, in_flight):
     """After steps (prompt tokens, decodes, seconds), with others (prompt tokens, decodes) going."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
     return pacer.is_late_after_s
 
 
@@ -203,23 +203,38 @@ def test_a_step_that_computes_nothing_may_wait_as_long_as_it_is_alone():
     assert late_after_s(*known, in_flight=[(0, 0), (0, 8)]) == 1.5
 
 
-def next_is_due_s(*steps, in_flight):
-    """As `late_after_s`."""
+def next_due_s(*steps, in_flight, at_s=7.0):
+    """As `late_after_s`, for steps that are sent at a time."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes))
-    return pacer.next_is_due_s()
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes), at_s)
+    return pacer.next_due_s
+
+
+KNOWN = [(0, 8, 0.01), (100, 0, 0.1)]
 
 
 def test_the_next_step_is_due_shortly_before_the_one_in_flight_ends():
-    known = [(0, 8, 0.01), (100, 0, 0.1)]
-    assert next_is_due_s(*known, in_flight=[(50, 0)]) == pytest.approx(0.03), "20 ms before"
-    assert next_is_due_s(*known, in_flight=[(400, 0)]) == pytest.approx(0.3), "a quarter before"
-    assert next_is_due_s(*known, in_flight=[(390, 8)]) == pytest.approx(0.3), "decodes count, too"
+    assert next_due_s(*KNOWN, in_flight=[(50, 0)]) == pytest.approx(7.03), "20 ms before"
+    assert next_due_s(*KNOWN, in_flight=[(400, 0)]) == pytest.approx(7.3), "a quarter before"
+    assert next_due_s(*KNOWN, in_flight=[(390, 8)]) == pytest.approx(7.3), "decodes count, too"
 
 
 def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_knows():
-    known = [(0, 8, 0.01), (100, 0, 0.1)]
-    assert next_is_due_s(*known, in_flight=[(0, 8)]) == 0
-    assert next_is_due_s(*known, in_flight=[(0, 0)]) == 0, "it waits for the disk"
-    assert next_is_due_s(in_flight=[(400, 0)]) == 0
+    assert next_due_s(*KNOWN, in_flight=[(0, 8)]) < 7
+    assert next_due_s(*KNOWN, in_flight=[(0, 0)]) < 7, "it waits for the disk"
+    assert next_due_s(*KNOWN, in_flight=[]) == -math.inf
+    assert next_due_s(in_flight=[(400, 0)]) == -math.inf
+
+
+def test_a_step_begins_when_the_one_before_it_is_answered():
+    pacer = pacer_after(*KNOWN)
+    pacer.sent(plan_of(100, 0), 1.0)
+    pacer.sent(plan_of(400, 0), 1.5)
+    pacer.answered(0.1, 2.0)
+    assert pacer.next_due_s == pytest.approx(2.3)
+
+
+def test_what_a_few_tokens_pay_for_a_step_is_not_expected_of_each_of_many():
+    few = (20, 0, 0.1)  # 5 ms each, of which the step takes nearly all
+    assert next_due_s((100, 0, 0.1), *[few] * 20, in_flight=[(400, 0)]) == pytest.approx(7.3)
