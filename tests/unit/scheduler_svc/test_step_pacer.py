@@ -114,6 +114,7 @@ def test_of_a_burst_beside_a_few_decodes_some_go_first_and_the_others_together()
     assert pace(*slow, queue=(3, 500, 500), num_short=5) == 500, "the rest of it"
     assert pace(*slow, queue=(1, 200, 200), num_short=2) == 200, "two are no burst"
     assert pace(*slow, queue=(0, 800, 800), num_short=8) == 300
+    assert pace(*slow, queue=(1, 1500, 1500), num_short=15) == 1500, "soon they will be many"
 
 
 def test_short_prompts_are_spread_over_steps_beside_many_decodes():
