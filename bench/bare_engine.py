@@ -97,6 +97,7 @@ class BareEngine:
         in_flight: deque[asyncio.Future[StepOutput]] = deque()
         self._submit(islice(requests, concurrency))
         while True:
+            # At once, unlike a session: nothing comes but by the results.
             while (plan := self._schedule()) is not None:
                 self._pacer.sent(plan, time.monotonic())
                 in_flight.append(self._launch(plan))

@@ -103,6 +103,9 @@ class StepPacer:
         self._in_flight: deque[StepPlan] = deque()
         self._began_s = 0.0
         """When the oldest step in flight began, as far as is known."""
+        self._share_alone = _Average()
+        """Of the seconds that a step takes: since the one before was answered. A GPU's also count
+        its wait behind that one."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -169,6 +172,7 @@ class StepPacer:
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:
             return -math.inf
+        expected_s *= self._share_alone.value or 1.0
         return self._began_s + expected_s - max(_LEAD_S, expected_s / _LEAD_PART)
 
     def _expected_s(self) -> float | None:
@@ -198,9 +202,10 @@ class StepPacer:
     def answered(self, execute_s: float, now_s: float) -> None:
         """Note how long the worker took for the oldest step that is in flight."""
         plan = self._in_flight.popleft()
-        self._began_s = now_s
+        alone_s, self._began_s = now_s - self._began_s, now_s
         if execute_s <= 0:
             return
+        self._share_alone.add(min(1.0, alone_s / execute_s))
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
         if not num_prompt_tokens:
             if plan.num_decodes:

@@ -116,7 +116,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
-        self.execute_s = 0.001  # what it says that a step has taken
+        self.execute_s = 0.0  # what a step takes; it says a thousandth more
         self.adapters = FakeAdapters(self)
         self.loading = FakeLoading(self)
         self.executing = set()  # queues of the streams that are open
@@ -225,6 +225,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 if batch.epoch < self.epoch:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "stale batch")
                 result = self.execute(batch)
+                await asyncio.sleep(self.execute_s)
                 await self.running.wait()
                 await self._hold(batch)
                 self.answered.append(batch.step_id)
@@ -375,7 +376,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             stopped_rows=pack_int32(np.array(stopped, np.int32)),
             failed_rows=pack_int32(np.array(failed, np.int32)),
             logprobs=logprobs,
-            execute_s=self.execute_s,
+            execute_s=self.execute_s + 0.001,
         )
         if self.wrong_results is not None:
             self.wrong_results(result)

@@ -28,9 +28,11 @@ def plan_of(num_prompt_tokens, num_decodes):
 def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPacer:
     """Steps are (prompt tokens, decodes, seconds)."""
     pacer = StepPacer(Pace(max_slowdown, max_step_s), config)
+    now_s = 0.0
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
-        pacer.answered(execute_s, 0.0)
+        pacer.sent(plan_of(num_prompt_tokens, num_decodes), now_s)
+        now_s += execute_s
+        pacer.answered(execute_s, now_s)
     return pacer
 
 
@@ -222,18 +224,29 @@ def test_the_next_step_is_due_shortly_before_the_one_in_flight_ends():
 
 
 def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_knows():
+    assert next_due_s(*KNOWN, in_flight=[]) == -math.inf
     assert next_due_s(*KNOWN, in_flight=[(0, 8)]) < 7
     assert next_due_s(*KNOWN, in_flight=[(0, 0)]) < 7, "it waits for the disk"
-    assert next_due_s(*KNOWN, in_flight=[]) == -math.inf
     assert next_due_s(in_flight=[(400, 0)]) == -math.inf
 
 
 def test_a_step_begins_when_the_one_before_it_is_answered():
     pacer = pacer_after(*KNOWN)
     pacer.sent(plan_of(100, 0), 1.0)
-    pacer.sent(plan_of(400, 0), 1.5)
-    pacer.answered(0.1, 2.0)
-    assert pacer.next_due_s == pytest.approx(2.3)
+    pacer.sent(plan_of(400, 0), 1.05)
+    pacer.answered(0.1, 1.1)
+    assert pacer.next_due_s == pytest.approx(1.4)
+
+
+def test_a_wait_behind_the_step_before_does_not_make_the_next_one_late():
+    pacer = pacer_after()
+    now_s = 0.0
+    pacer.sent(plan_of(0, 8), now_s)
+    for _ in range(40):  # each is launched as the one before begins, and takes 0.1 s of its own
+        pacer.sent(plan_of(0, 8), now_s)
+        now_s += 0.1
+        pacer.answered(0.2, now_s)
+    assert pacer.next_due_s - now_s == pytest.approx(0.075, abs=0.005)
 
 
 def test_what_a_few_tokens_pay_for_a_step_is_not_expected_of_each_of_many():
