@@ -131,14 +131,17 @@ def choose_ports(settings: UpSettings) -> Addresses:
     taken = {http_port}
     grpc_port = 0
     if settings.uds is None:
-        grpc_port = ports.require_free(host, settings.grpc_port, "--grpc-port")
+        if settings.grpc_port:
+            grpc_port = ports.require_free(host, settings.grpc_port, "--grpc-port")
+        else:  # any, but for the one that is taken and nobody listens at yet
+            grpc_port = ports.prefer(host, 0, taken)
         if grpc_port in taken:
             raise ports.PortError(f"--grpc-port: {grpc_port}: is --http-port too")
         taken.add(grpc_port)
 
     def choose(asked: int | None, preferred: int, flag: str) -> int:
-        if asked is None:
-            port = ports.prefer(host, preferred, taken)
+        if not asked:
+            port = ports.prefer(host, preferred if asked is None else 0, taken)
         else:
             port = ports.require_free(host, asked, flag)
         if port in taken:

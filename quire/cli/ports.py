@@ -35,8 +35,8 @@ def require_free(host: str, port: int, flag: str) -> int:
 
 
 def prefer(host: str, port: int, taken: Collection[int]) -> int:
-    """Give `port` if it is free and not in `taken`, else any free one."""
-    if port not in taken and port <= 65535:  # noqa: PLR2004 - the last one
+    """Give `port` if it is free and not in `taken`, else, or if it is 0, any free one."""
+    if port not in taken and 0 < port <= 65535:  # noqa: PLR2004 - the last one
         with contextlib.suppress(OSError):
             return _bind(host, port)
     while (free := _bind(host, 0)) in taken:  # nobody listens there yet

@@ -219,3 +219,12 @@ def test_service_that_is_not_there_is_one_line(capsys):
     error = capsys.readouterr().err
     assert error.startswith("quire: ")
     assert error.count("\n") == 1
+
+
+def test_any_port_is_another_one_each_time_though_the_system_offers_one_twice(monkeypatch):
+    offers = iter([40001, 40001, 40001, 40002, 40002, 40001, 40003, 40003, 40004])
+    monkeypatch.setattr(layout.ports, "_bind", lambda _, port: port or next(offers))
+    flags = [f"--{name}port=0" for name in ("http-", "grpc-", "scheduler-http-", "worker-http-")]
+    chosen = layout.choose_ports(parse_up(*flags))
+    assert [chosen.http_port, chosen.grpc_port] == [40001, 40002]
+    assert chosen.scheduler_http_port == 40003
