@@ -11,6 +11,7 @@ from statistics import median
 from typing import Final
 
 from load import LoadResult, Workload, find_model, format_table, metrics_of, run_load
+from ratios import ratio_metrics, ratio_text
 
 _RATIOS: Final = {
     "peer_ratio": "output_tok_s",
@@ -59,12 +60,7 @@ class Loads:
         """As one flat object: names to numbers."""
         values = metrics_of(self.ours)
         for each in self.rounds:
-            for name, ratios in each.ratios().items():
-                values |= {
-                    name: median(ratios),
-                    f"{name}_min": ratios[0],
-                    f"{name}_max": ratios[-1],
-                }
+            values |= ratio_metrics(each.ratios())
         return {name: round(value, 4) for name, value in values.items()}
 
     def table(self) -> str:
@@ -76,8 +72,7 @@ class Loads:
             lines.append("ours ÷ the peer's:")
         for each in self.rounds:
             lines += [
-                f"  {name:<24} {median(ratios):.3f}  ({ratios[0]:.3f} … {ratios[-1]:.3f})"
-                for name, ratios in each.ratios().items()
+                f"  {name:<24} {ratio_text(ratios)}" for name, ratios in each.ratios().items()
             ]
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from grpc_load import output_tok_s
 from load import Workload, run_load
 from processes import Service
+from ratios import ratio_metrics, ratio_text
 
 Turn: TypeAlias = Callable[[Workload, int], Awaitable[float]]
 """Completes a workload at a concurrency; gives tokens per second."""
@@ -60,12 +61,7 @@ class SplitTax:
         values: dict[str, float] = {"split_concurrency": self.concurrency}
         for turn in self.rounds[0]:
             values[f"split_{turn}_tok_s"] = median(each[turn] for each in self.rounds)
-        for name, ratios in self.ratios().items():
-            values |= {
-                name: median(ratios),
-                f"{name}_min": ratios[0],
-                f"{name}_max": ratios[-1],
-            }
+        values |= ratio_metrics(self.ratios())
         return {name: round(value, 4) for name, value in values.items()}
 
     def table(self) -> str:
@@ -79,9 +75,7 @@ class SplitTax:
                 lines.append(f"  {title:<28}{metrics[f'split_{turn}_tok_s']:>9,.1f} tok/s")
         for name, ratios in self.ratios().items():
             title, *_ = _RATIOS[name]
-            lines.append(
-                f"  {title:<28}{median(ratios):>9.3f}  ({ratios[0]:.3f} … {ratios[-1]:.3f})"
-            )
+            lines.append(f"  {title:<28}    {ratio_text(ratios)}")
         return "\n".join(lines)
 
 
