@@ -15,9 +15,10 @@ from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack` takes this weight [N, K], and is the fastest there is for it.
+    """Whether `pack` takes this weight [N, K]; it needs the CPU's dot product of bfloat16.
 
-    It needs the CPU's dot product of bfloat16. A CPU with matrix registers has something better.
+    What else the CPU has does not matter: with matrix registers (AMX), too, oneDNN rounds a row's
+    sums by how many rows there are, and a preempted sequence would draw other tokens.
     """
     library = native()
     return (
@@ -26,7 +27,6 @@ def can_pack(weight: torch.Tensor) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
         and weight.shape[1] % 2 == 0
-        and not torch.cpu.get_capabilities().get("amx_bf16", False)
     )
 
 
