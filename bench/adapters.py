@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from gpu_worker.input_batch import build_input_batch
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.loading.source import open_model
 from gpu_worker.lora.adapted_maps import adapted_maps
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_loading import load_adapter
-from gpu_worker.model_runner import Decoder
-from gpu_worker.model_source import open_model
 from gpu_worker.models.llama_config import LlamaConfig
-from gpu_worker.rows import Rows, ScheduledRows
-from gpu_worker.step import Limits
+from gpu_worker.step.input_batch import build_input_batch
+from gpu_worker.step.messages import Limits
+from gpu_worker.step.model_runner import Decoder
+from gpu_worker.step.rows import Rows, ScheduledRows
 
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("cpu")
 _CONTEXT, _PROMPT_LEN, _BLOCK_SIZE, _NUM_ADAPTERS = 160, 512, 16, 4

@@ -3,7 +3,7 @@
     echo '{"num_prompts": 32, "concurrency": 8}' | python bench/bare_engine.py --model DIR
 
 Each line of standard input is a round: a closed loop over the scheduler's core and the worker's
-step loop, as `scheduler_svc.session` and `gpu_worker.server` drive them, two steps in flight. Plans
+step loop, as `workers.session` and `gpu_worker.service.api` drive them, two steps in flight. Plans
 and results are encoded and decoded as they are between processes, but they travel nowhere. No text
 is made, and there is no client: what `one_service.py` has besides is what serving costs. For each
 round, a line says how many tokens per second it produced. The flags are the worker's.
@@ -23,22 +23,22 @@ import uvloop
 from grpc_load import draw_prompts, sampling_of
 from load import Workload
 
-from gpu_worker.loading import load
+from gpu_worker.loading.assemble import load
+from gpu_worker.service.step_wire import step_input_from_proto, step_output_to_proto
+from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step import StepOutput
-from gpu_worker.step_loop import StepLoop
-from gpu_worker.wire import step_input_from_proto, step_output_to_proto
-from gpu_worker.worker_info import WorkerInfo
+from gpu_worker.step.loop import StepLoop
+from gpu_worker.step.messages import StepOutput
 from quire.v1 import worker_pb2
-from rpc import logs
+from rpc.observe import logs
 from rpc.settings import parse_settings
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.load import read_prompts
 from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.pacing.pacer import Pace, StepPacer
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.step_pacer import Pace, StepPacer
 from scheduler_svc.wire.worker import plan_to_proto, result_from_proto
 
 _EPOCH = 1

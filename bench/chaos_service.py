@@ -17,7 +17,7 @@ from chaos_link import Link
 from chaos_process import Process
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.cli import ports
+from quire.cli.up import ports
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from quire.client import AsyncClient, OutputDelta, OutputFinished, SamplingParams
-from quire.retry import Retry
-from quire.types import StructuredOutput
+from quire.client.retry import Retry
+from quire.client.types import StructuredOutput
 from rpc.errors import QuireError, TooBusyError, UnavailableError
 
 _RETRY = Retry(resume_within_s=120.0)

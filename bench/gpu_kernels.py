@@ -4,9 +4,9 @@
 
 The most is measured in the same run: bytes per second of a large read and of a large copy, the
 better one, and operations per second of a large matrix product. Each kernel is timed from a CUDA
-graph with a cold cache (`kernels/timing.py`). Attention stands beside torch's SDPA and, for some
-shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the others
-stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16 to 128.
+graph with a cold cache (`kernels/tuning/timing.py`). Attention stands beside torch's SDPA and, for
+some shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the
+others stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16 to 128.
 
 A kernel that fails is a row that says why; the others go on. `--cpu-smoke` runs every case with
 tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.
@@ -30,7 +30,7 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
 
-from kernels.timing import seconds_of
+from kernels.tuning.timing import seconds_of
 
 if TYPE_CHECKING:
     from kernel_cases import Case, Prepared

@@ -25,7 +25,7 @@ from load import LoadResult, Workload, find_model, format_table, run_load
 from processes import one_service, service
 from split import GRPC, ONE_GRPC, by_grpc, measure_split
 
-from quire.cli import ports
+from quire.cli.up import ports
 
 _POLL_S = 0.02
 _HOST = "127.0.0.1"

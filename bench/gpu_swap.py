@@ -20,13 +20,13 @@ import torch
 from gpu_shapes import SHAPES, write_model
 from swap import swap_over_memcpy
 
-from gpu_worker.cuda_graphs import CudaGraphs
-from gpu_worker.executor import Executor
-from gpu_worker.host_pool import HostPool
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_source import open_model
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.source import open_model
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.cuda_capture import CudaGraphs
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
 
 _BLOCK_SIZE = 16
 _ROUND_STEPS = 8

@@ -13,7 +13,7 @@ from load import Workload
 
 from quire.v1 import common_pb2, inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:

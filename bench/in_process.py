@@ -54,7 +54,7 @@ class Links:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Have every channel lead here that `rpc.channel.open_channel` opens, whoever calls it."""
+        """Have every channel that `rpc.peers.channel.open_channel` opens lead here."""
         with patch("grpc.aio.insecure_channel", lambda *_, **__: _Channel(self._methods)):
             yield
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.workload import PagedInputs
+from kernels.tuning.workload import PagedInputs
 
 Launch = Callable[[], torch.Tensor]
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from kernel_baselines import flex, sdpa
 
-from kernels import reference, triton_ops
-from kernels.workload import Layout, Model, paged_inputs, queries
+from kernels import reference
+from kernels.triton import ops as triton_ops
+from kernels.tuning.workload import Layout, Model, paged_inputs, queries
 
 LLAMA_8B = Model(32, 8, 128, 16, torch.bfloat16)
 _MIB = 1 << 20

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from real_kv import BLOCK_SIZE, Engine, load_engine, texts
 
-from gpu_worker.host_pool import HostPool
-from gpu_worker.kv_codec import parse_codec
-from gpu_worker.lossless_codec import LosslessCodec
-from gpu_worker.quantized_codec import QuantizedCodec
-from gpu_worker.rates import least_s
+from gpu_worker.kv.codecs.lossless import LosslessCodec
+from gpu_worker.kv.codecs.names import parse_codec
+from gpu_worker.kv.codecs.quantized import QuantizedCodec
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.rates import least_s
 
 LOSSLESS = ("lz4", "zstd", "zstd:3", "gzip")
 QUANTIZED = ("int8", "fp8")

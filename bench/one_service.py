@@ -19,7 +19,7 @@ from gpu_worker.parallel.run import prepare_environment
 from gpu_worker.settings import WorkerSettings
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc import logs
+from rpc.observe import logs
 from rpc.server import Addresses, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler

@@ -36,11 +36,11 @@ import numpy as np
 import uvloop
 from chaos_process import Process
 
-from quire.cli import ports
+from quire.cli.up import ports
 from quire.v1 import common_pb2, inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.channel import open_channel
 from rpc.errors import TooBusyError
+from rpc.peers.channel import open_channel
 from rpc.status import PUSHBACK_KEY, status_to_error
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"

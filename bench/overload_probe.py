@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.v1 import common_pb2, inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.channel import open_blocking_channel
+from rpc.peers.channel import open_blocking_channel
 
 _NUM_CALLERS = 8
 """Who is accepted waits for a token; the others go on."""

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, extend_chain, root_hash
+from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.placement import Placement, Placer, WorkerLoad
-from scheduler_svc.simulated_worker import Draw, SimulatedWorker
+from scheduler_svc.journal.simulated_worker import Draw, SimulatedWorker
+from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
 from sim_worker.time_model import TimeModel
 
 NUM_WORKERS = 4

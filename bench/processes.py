@@ -11,9 +11,9 @@ from pathlib import Path
 
 from load import Workload
 
-from quire.cli import ports
-from quire.cli.child import Child, ProcessSpec
-from quire.cli.probe import wait_until_ready
+from quire.cli.commands.probe import wait_until_ready
+from quire.cli.up import ports
+from quire.cli.up.child import Child, ProcessSpec
 
 _BENCH = Path(__file__).parent
 _HOST = "127.0.0.1"

@@ -23,12 +23,12 @@ import torch
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
-from gpu_worker.loading import load
-from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.loading.assemble import load
+from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step import Limits, NewRow, StepInput
-from gpu_worker.step_loop import StepLoop
-from rpc import logs
+from gpu_worker.step.loop import StepLoop
+from gpu_worker.step.messages import Limits, NewRow, StepInput
+from rpc.observe import logs
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MODEL = _ROOT / "models" / "quire-tiny-python"

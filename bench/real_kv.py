@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.attention import AttentionMetadata
-from gpu_worker.executor import Executor
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_config import ModelConfig
-from gpu_worker.model_runner import Decoder
-from gpu_worker.model_source import open_model
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Int32Array, Limits, NewRow, StepInput
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.loading.source import open_model
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Int32Array, Limits, NewRow, StepInput
+from gpu_worker.step.model_runner import Decoder
 
 BLOCK_SIZE = 16
 

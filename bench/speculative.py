@@ -27,7 +27,7 @@ from processes import service
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from quire.cli import ports
+from quire.cli.up import ports
 
 _MODEL = Path(__file__).resolve().parents[1] / "models" / "quire-tiny-python"
 _CONCURRENCIES = (1, 4)

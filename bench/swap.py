@@ -26,14 +26,14 @@ from kv_codecs import CodecTable, measure_codecs
 from make_model import Sizes, make_model
 from real_kv import load_engine, texts
 
-from gpu_worker.device import pick_device, pick_dtype, set_num_threads
-from gpu_worker.disk_pool import DiskPool
-from gpu_worker.host_pool import HostPool
-from gpu_worker.kv_codec import parse_codec
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.lossless_codec import LosslessCodec
-from gpu_worker.model_source import open_model
-from gpu_worker.step import Int32Array
+from gpu_worker.kv.codecs.lossless import LosslessCodec
+from gpu_worker.kv.codecs.names import parse_codec
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.disk_pool import DiskPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.source import open_model
+from gpu_worker.step.messages import Int32Array
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"
 CONTEXT = 1000

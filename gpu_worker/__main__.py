@@ -3,11 +3,11 @@
 import sys
 
 from gpu_worker.app import StepsFailedError, run_worker
-from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.run import prepare_environment, run_rank
 from gpu_worker.settings import WorkerSettings
-from rpc import instruments
+from gpu_worker.weights.json_fields import ModelError
+from rpc.observe import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 

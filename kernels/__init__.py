@@ -13,7 +13,7 @@ be captured in a CUDA graph.
 
 Results do not depend on the batch: neither tile sizes nor splits follow from how many sequences
 or tokens a launch has, only from a sequence's own length, the dtype, the model's shape and the
-device's configuration (`kernels.tuned`).
+device's configuration (`kernels.tuning.configs`).
 
 On a machine without a GPU the tests run the kernels in Triton's interpreter, which needs
 `TRITON_INTERPRET=1` before anything imports Triton, and compile them for devices that are absent.

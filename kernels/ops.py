@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Final, ParamSpec, TypeVar
 
 from kernels import reference
-from kernels.cpu import ops as native
+from kernels.cpu import native_ops as native
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,7 +16,7 @@ R = TypeVar("R")
 @functools.cache
 def _launchers() -> ModuleType:
     # Imported on first use: Triton is not installed, and not needed, on a machine without a GPU.
-    return importlib.import_module("kernels.triton_ops")
+    return importlib.import_module("kernels.triton.ops")
 
 
 def _by_device(twin: Callable[P, R]) -> Callable[P, R]:

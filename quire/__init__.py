@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quire.client.types import BeamSearch, SamplingParams, StructuredOutput
     from quire.llm import LLM, Generation
-    from quire.types import BeamSearch, SamplingParams, StructuredOutput
 
 __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutput"]
 
@@ -13,7 +13,8 @@ def __getattr__(name: str) -> object:
     """Import what is asked for, when it is: `quire.v1` and `quire down` need none of it."""
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    from quire import llm, types  # noqa: PLC0415 - see above
+    from quire import llm  # noqa: PLC0415 - see above
+    from quire.client import types  # noqa: PLC0415 - see above
 
     value: object = getattr(llm if name in ("LLM", "Generation") else types, name)
     globals()[name] = value

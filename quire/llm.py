@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quire.client import DEFAULT_SAMPLING, AsyncClient
-from quire.closes import Closes
-from quire.private_service import PrivateService
-from quire.types import (
+from quire.client.closes import Closes
+from quire.client.types import (
     Completion,
     GenerateOptions,
     Output,
@@ -32,6 +31,7 @@ from quire.types import (
     SamplingParams,
     Usage,
 )
+from quire.private_service import PrivateService
 from rpc.errors import InvalidArgumentError, TooBusyError
 
 Prompt: TypeAlias = str | Sequence[int]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from quire.client import Client
-from quire.closes import Closes
+from quire.client.closes import Closes
 from rpc.errors import DeadlineExceededError, UnavailableError
 
 _POLL_S: Final = 0.1

@@ -2,7 +2,7 @@
 
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc import instruments
+from rpc.observe import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 

@@ -8,27 +8,27 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from router.adapter_face import adapter_service
-from router.adapters import Adapters
-from router.authentication import KeyInterceptor, key_middleware
-from router.grpc_face import inference_service
-from router.inference import Inference
-from router.kserve.face import kserve_service
-from router.loading import Loading
-from router.loading_face import loading_service
-from router.openai import face as openai_face
-from router.openai.web_pages import PageGuard
-from router.scheduler_link import LinkConfig
-from router.scheduler_loading import SchedulerLoading
-from router.schedulers import Schedulers
+from router.access.authentication import KeyInterceptor, key_middleware
+from router.access.tenancy import check_operator
+from router.grpc.adapters import adapter_service
+from router.grpc.api import inference_service
+from router.grpc.loading import loading_service
+from router.http import api as openai_face
+from router.http.web_pages import PageGuard
+from router.kserve.api import kserve_service
+from router.operations.adapters import Adapters
+from router.operations.loading import Loading
+from router.request.inference import Inference
+from router.schedulers.link import LinkConfig
+from router.schedulers.loading import SchedulerLoading
+from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
-from router.tenancy import check_operator
-from router.tokenizer import load_tokenizer
-from router.tokenizers import Tokenizers
-from router.ui.face import Ui
-from rpc.discovery import Discovery
-from rpc.health import Health
-from rpc.operators import operators
+from router.text.served_tokenizer import Tokenizers
+from router.text.tokenizer import load_tokenizer
+from router.ui.api import Ui
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery
+from rpc.security.operators import operators
 from rpc.server import Addresses, serve
 
 _MIB = 1024 * 1024

@@ -7,10 +7,10 @@ from typing import Annotated, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from router.api_keys import ApiKeys, read_keys_file
-from rpc.discovery import check_targets
+from router.access.api_keys import ApiKeys, read_keys_file
+from rpc.peers.discovery import check_targets
+from rpc.security.tls import ClientTls, check_certificate
 from rpc.settings import Port, ProcessSettings, split_at_commas
-from rpc.tls import ClientTls, check_certificate
 
 
 class RouterSettings(ProcessSettings):

@@ -10,7 +10,7 @@ import structlog
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.errors import InvalidArgumentError
-from rpc.operators import Operators
+from rpc.security.operators import Operators
 
 ADMIN_SERVICE_NAME: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 

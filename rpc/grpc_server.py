@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rpc import telemetry
-from rpc.client_certificates import NameInterceptor
+from rpc.observe import telemetry
+from rpc.security.client_certificates import NameInterceptor
+from rpc.security.tls import server_credentials
 from rpc.settings import ProcessSettings
 from rpc.status import ErrorInterceptor
-from rpc.tls import server_credentials
 from rpc.transport import server_options
 
 

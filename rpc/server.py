@@ -18,16 +18,16 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.v1 import admin_pb2_grpc
-from rpc import telemetry, timeline
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
-from rpc.client_certificates import certificate_middleware
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
-from rpc.health import Health
-from rpc.health_service import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.operators import operators
-from rpc.probes import probes
+from rpc.health.probes import probes
+from rpc.health.service import HEALTH_SERVICE_NAME, HealthServicer
+from rpc.health.state import Health
+from rpc.observe import telemetry, timeline
+from rpc.security.client_certificates import certificate_middleware
+from rpc.security.operators import operators
+from rpc.security.tls import http_context
 from rpc.settings import ProcessSettings
-from rpc.tls import http_context
 
 _MAX_HTTP_BODY_BYTES = 64 * 1024 * 1024
 _FLUSH_S = 2.0
@@ -73,7 +73,7 @@ async def serve(
     ends the process at once.
 
     `AdminService` stops it, too: `num_live` says what there is yet to end, and `check_operator`
-    raises unless the present call is an operator's; without it, see `rpc.operators`. For
+    raises unless the present call is an operator's; without it, see `rpc.security.operators`. For
     `drain_worker` see `rpc.admin`.
 
     Raises CannotListenError if an address cannot be had, and whatever `on_started` raises.

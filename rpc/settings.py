@@ -17,7 +17,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from rpc.tls import ClientTls, ServerTls, check_authorities, check_certificate
+from rpc.security.tls import ClientTls, ServerTls, check_authorities, check_certificate
 from rpc.transport import (
     DEFAULT_MAX_CONCURRENT_STREAMS,
     DEFAULT_MAX_MESSAGE_MB,

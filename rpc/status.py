@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 from rpc import errors
 from rpc.handlers import rewrapped
-from rpc.tls import explain
+from rpc.security.tls import explain
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 

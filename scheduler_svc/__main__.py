@@ -4,13 +4,13 @@ import sys
 
 import structlog
 
-from rpc import instruments
 from rpc.errors import StaleEpochError
+from rpc.observe import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
+from scheduler_svc.journal.frames import RecordingError
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.wire.frames import RecordingError
 
 log = structlog.get_logger()
 

@@ -7,40 +7,40 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from rpc.discovery import Discovery, Resolver
-from rpc.health import Health
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
-from scheduler_svc.adapter_service import adapter_service
+from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.eviction import Eviction
-from scheduler_svc.core.successor import Successor
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.drainer import Drainer
-from scheduler_svc.engine import Engine
-from scheduler_svc.fleet import Fleet
-from scheduler_svc.kept_requests import KeptRequests
-from scheduler_svc.loading import Loading
-from scheduler_svc.loading_service import loading_service
-from scheduler_svc.membership import keep_engines
-from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.migrator import Migrator
-from scheduler_svc.placement import Placement, Placer
-from scheduler_svc.queue_metrics import QueueCollector
-from scheduler_svc.queue_room import QueueRoom
-from scheduler_svc.recording import Recordings
-from scheduler_svc.reign import next_epoch, wait_for_vacancy
-from scheduler_svc.resizer import Resizer
-from scheduler_svc.router_streams import RouterStreams
-from scheduler_svc.server import SchedulerServicer, scheduler_service
+from scheduler_svc.journal.record import Recordings
+from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.observers.queue_metrics import QueueCollector
+from scheduler_svc.observers.space_metrics import SpaceCollector
+from scheduler_svc.observers.spans import SequenceSpans
+from scheduler_svc.operations.adapter_service import adapter_service
+from scheduler_svc.operations.drainer import Drainer
+from scheduler_svc.operations.loading import Loading
+from scheduler_svc.operations.loading_service import loading_service
+from scheduler_svc.operations.migrator import Migrator
+from scheduler_svc.operations.resizer import Resizer
+from scheduler_svc.operations.worker_drain import drain_worker
+from scheduler_svc.operations.worker_loading import WorkerLoading
+from scheduler_svc.pacing.pacer import Pace
+from scheduler_svc.routers.fan_out import RouterStreams
+from scheduler_svc.routers.queue_room import QueueRoom
+from scheduler_svc.routers.resumption import KeptRequests
+from scheduler_svc.routers.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.side_tasks import SideTasks
-from scheduler_svc.space_metrics import SpaceCollector
-from scheduler_svc.step_pacer import Pace
-from scheduler_svc.telemetry import SequenceSpans
-from scheduler_svc.worker_attach import attach
-from scheduler_svc.worker_client import WorkerClientConfig
-from scheduler_svc.worker_drain import drain_worker
-from scheduler_svc.worker_loading import WorkerLoading
+from scheduler_svc.workers.attach import attach
+from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.epoch import next_epoch, wait_for_vacancy
+from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.membership import keep_engines
+from scheduler_svc.workers.placement import Placement, Placer
+from scheduler_svc.workers.stream import WorkerClientConfig
 
 _MIB = 1024 * 1024
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from scheduler_svc.core.defragmenter import DefragmentationReport
+from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 

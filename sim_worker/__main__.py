@@ -2,8 +2,8 @@
 
 import sys
 
-from gpu_worker.json_fields import ModelError
-from rpc import instruments
+from gpu_worker.weights.json_fields import ModelError
+from rpc.observe import instruments
 from rpc.server import run
 from rpc.settings import parse_settings
 from sim_worker.app import run_sim_workers

@@ -13,8 +13,15 @@ Each row's table, by block::
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.rows import Rows, ScheduledRows
-from gpu_worker.step import BrokenInvariantError, Int32Array, Int64Array, Limits, NewRow, StepInput
+from gpu_worker.step.messages import (
+    BrokenInvariantError,
+    Int32Array,
+    Int64Array,
+    Limits,
+    NewRow,
+    StepInput,
+)
+from gpu_worker.step.rows import Rows, ScheduledRows
 from sim_worker.tier_ledger import TierLedger
 
 _NOBODY = -1

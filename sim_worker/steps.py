@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpu_worker import metrics
-from gpu_worker.block_labels import BlockLabels
-from gpu_worker.holdings import Holdings
-from gpu_worker.rows import Rows, ScheduledRows
-from gpu_worker.sampling_params import SamplingTable
-from gpu_worker.sequence_spans import SequenceSpans
-from gpu_worker.step import (
+from gpu_worker.kv.labels import BlockLabels
+from gpu_worker.sampling.params import SamplingTable
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.service.spans import SequenceSpans
+from gpu_worker.step.messages import (
     BoolArray,
     Int32Array,
     Int64Array,
@@ -24,6 +23,7 @@ from gpu_worker.step import (
     StepOutput,
     TokenLogprob,
 )
+from gpu_worker.step.rows import Rows, ScheduledRows
 from rpc.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
@@ -43,7 +43,7 @@ class _Pending:
 
 
 class SimulatedSteps:
-    """What `gpu_worker.server.WorkerService` has its steps run by. Lives in one event loop."""
+    """What `gpu_worker.service.api.WorkerService` has its steps run by. Lives in one event loop."""
 
     def __init__(
         self,

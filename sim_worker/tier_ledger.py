@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step import BrokenInvariantError, Int32Array, Limits
+from gpu_worker.step.messages import BrokenInvariantError, Int32Array, Limits
 
 Slots = npt.NDArray[np.uint64]
 """uint64[N, P]: what the slots of N blocks were computed from."""

@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 
 from quire.v1 import worker_pb2_grpc
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor
 
 

@@ -32,7 +32,7 @@ def commands() -> dict[str, type[BaseSettings]]:
     """Return each subcommand's settings, by what is typed: what its module parses."""
     found = {}
     for name in COMMANDS:
-        module = importlib.import_module(f"quire.cli.{name.replace('-', '_')}")
+        module = importlib.import_module(f"quire.cli.commands.{name.replace('-', '_')}")
         parsed = re.search(r'parse_settings\((\w+), "(quire [\w-]+)"', inspect.getsource(module))
         if parsed is None:
             raise ValueError(f"{module.__name__} does not parse its settings")

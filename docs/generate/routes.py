@@ -8,15 +8,15 @@ from typing import Any, cast
 
 from aiohttp import web
 
-import rpc.probes
-from router.openai.chat import ChatBody
-from router.openai.completions import CompletionBody
-from router.openai.face import routes as openai_routes
-from router.openai.json_object import Schema
-from router.openai.lora import LoadAdapterBody, UnloadAdapterBody
-from router.openai.schema import NO_EFFECT
-from router.openai.tokens import DetokenizeBody, TokenizeBody
-from router.ui.face import Ui
+import rpc.health.probes
+from router.http.api import routes as openai_routes
+from router.http.json_object import Schema
+from router.http.lora import LoadAdapterBody, UnloadAdapterBody
+from router.http.requests.chat import ChatBody
+from router.http.requests.completions import CompletionBody
+from router.http.requests.schema import NO_EFFECT
+from router.http.requests.tokens import DetokenizeBody, TokenizeBody
+from router.ui.api import Ui
 
 _HEAD = """# HTTP
 
@@ -106,7 +106,7 @@ def probe_paths() -> dict[str, str]:
         "/ready": "200 if it takes requests, else 503, what it is doing and how far it is",
         "/metrics": "its metrics, for Prometheus",
     }
-    tree = ast.parse(inspect.getsource(rpc.probes))
+    tree = ast.parse(inspect.getsource(rpc.health.probes))
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     paths = {s for s in strings if isinstance(s, str) and s.startswith("/") and s.count("/") == 1}
     if paths != set(told):

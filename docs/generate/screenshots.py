@@ -20,13 +20,13 @@ from playwright.sync_api import Browser, Page
 from rich.console import Console
 
 from docs.generate.browser import find_browser, open_browser
-from quire.cli.service_dir import ServiceInfo, running_services
-from quire.cli.top import title
-from quire.cli.top_figures import take_snapshot
-from quire.cli.top_view import draw
+from quire.cli.commands.top import title
+from quire.cli.top.figures import take_snapshot
+from quire.cli.top.view import draw
+from quire.cli.up.service_dir import ServiceInfo, running_services
 from quire.client import Client
+from quire.client.types import SamplingParams
 from quire.private_service import PrivateService
-from quire.types import SamplingParams
 
 FOLDER: Final = Path(__file__).parents[1] / "screenshots"
 

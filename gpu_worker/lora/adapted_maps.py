@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpu_worker.models.llama_config import LlamaConfig
-from kernels.cpu.low_rank import MAPS
+from kernels.cpu.program.low_rank import MAPS
 
 MapName: TypeAlias = str
 """Of a map as the decoder has it, one of these."""

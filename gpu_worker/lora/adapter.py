@@ -10,9 +10,9 @@ import torch
 
 from gpu_worker.lora.adapted_maps import MapName
 from gpu_worker.lora.adapter_id import AdapterId
-from gpu_worker.models.linear import Linear
+from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.low_rank import NativeAdapter, PackedPair
+from kernels.cpu.program.low_rank import NativeAdapter, PackedPair
 
 
 @dataclass(frozen=True, slots=True, eq=False)

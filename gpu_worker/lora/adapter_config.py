@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpu_worker.json_fields import JsonFields, read_json
+from gpu_worker.weights.json_fields import JsonFields, read_json
 
 CONFIG_FILE: Final = "adapter_config.json"
 

@@ -12,14 +12,14 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpu_worker.json_fields import ModelError
 from gpu_worker.lora.adapted_maps import AdaptedMap, adapted_maps
 from gpu_worker.lora.adapter import Adapter, LowRankMap, native_adapter
 from gpu_worker.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from gpu_worker.lora.adapter_id import AdapterId
-from gpu_worker.model_config import ModelConfig
-from gpu_worker.models.linear import make_linear
+from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, LlamaConfig
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.linear import make_linear
 
 _WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"

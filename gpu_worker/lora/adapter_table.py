@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.rows import Rows
+from gpu_worker.step.rows import Rows
 
 NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 

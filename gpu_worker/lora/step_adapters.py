@@ -12,10 +12,10 @@ import torch
 from gpu_worker.lora.adapted_maps import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, MapName
 from gpu_worker.lora.adapter import Adapter, LowRankMap
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.models.linear import Linear
-from gpu_worker.step import Int64Array
-from gpu_worker.upload import upload
-from kernels.cpu.low_rank import RowAdapters
+from gpu_worker.step.messages import Int64Array
+from gpu_worker.step.upload import upload
+from gpu_worker.weights.linear import Linear
+from kernels.cpu.program.low_rank import RowAdapters
 
 NO_ADAPTER = 0
 """What a row has instead of the number of an adapter: they count from 1."""

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from gpu_worker.attention import AttentionMetadata, attend
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata, attend
 from gpu_worker.models.decoder_layer import DecoderLayer
-from gpu_worker.models.linear import Linear
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.weights.linear import Linear
 from kernels import ops
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.low_rank import RowAdapters
-from kernels.cpu.native_inputs import NativeInputs, NativeWanted
+from kernels.cpu.program.inputs import NativeInputs, NativeWanted
+from kernels.cpu.program.low_rank import RowAdapters
 
 
 @dataclass(frozen=True, eq=False)

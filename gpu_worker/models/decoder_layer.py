@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_worker.models.linear import Linear
+from gpu_worker.weights.linear import Linear
 from kernels import ops
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

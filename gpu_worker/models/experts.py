@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_worker.models.linear import Linear
+from gpu_worker.weights.linear import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

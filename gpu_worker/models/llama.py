@@ -5,10 +5,10 @@ import torch
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.decoder_layer import DecoderLayer, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.experts import Experts
-from gpu_worker.models.linear import Linear, make_linear
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.rope import rotary_table
-from gpu_worker.weights import Weights
+from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.reader import Weights
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:

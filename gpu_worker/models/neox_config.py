@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from gpu_worker.json_fields import JsonFields
-from gpu_worker.model_config import ModelConfig, read_model_config
 from gpu_worker.models.activation import ACTIVATIONS, Activation
+from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
 from gpu_worker.parallel.place import Place
+from gpu_worker.weights.json_fields import JsonFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

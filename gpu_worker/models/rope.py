@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_worker.json_fields import JsonFields
+from gpu_worker.weights.json_fields import JsonFields
 
 _KNOWN_FIELDS = {
     "rope_type",

@@ -14,13 +14,13 @@ import structlog
 
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.link import Frame, Kind, Link
-from gpu_worker.wire import step_input_from_proto
+from gpu_worker.service.step_wire import step_input_from_proto
 from quire.v1 import worker_pb2
 from rpc.errors import QuireError
 
 if TYPE_CHECKING:
-    from gpu_worker.executor import Executor, LaunchedStep
-    from gpu_worker.step import Limits
+    from gpu_worker.step.executor import Executor, LaunchedStep
+    from gpu_worker.step.messages import Limits
 
 _RETRY_S: Final = 0.5
 

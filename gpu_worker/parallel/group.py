@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.place import Place
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
 
 _ALIKE: Final = (
     "tensor_parallel_size",

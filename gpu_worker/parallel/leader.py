@@ -16,11 +16,11 @@ from typing import NoReturn
 
 import structlog
 
-from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.local_ranks import LocalRanks
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
 
 _HELLO_S = 5.0
 """What connects says so soon who it is, or is no rank."""

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from gpu_worker.block_labels import BlockLabels
-from gpu_worker.executor import Executor, LaunchedStep
-from gpu_worker.holdings import Holdings
+from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
-from gpu_worker.rows import Rows
-from gpu_worker.step import StepInput, StepOutput
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.step.executor import Executor, LaunchedStep
+from gpu_worker.step.messages import StepInput, StepOutput
+from gpu_worker.step.rows import Rows
 from rpc.errors import QuireError, UnimplementedError
 
 

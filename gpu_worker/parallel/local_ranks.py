@@ -3,8 +3,8 @@
 import subprocess
 from typing import Self
 
-from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.group import Member, command
+from gpu_worker.weights.json_fields import ModelError
 
 _END_S = 5.0
 

@@ -7,7 +7,7 @@ and it is rank 0 that talks to the scheduler.
 
 from dataclasses import dataclass
 
-from gpu_worker.json_fields import ModelError
+from gpu_worker.weights.json_fields import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from gpu_worker.models.linear import Linear
 from gpu_worker.parallel.place import Place
-from gpu_worker.step import BoolArray
+from gpu_worker.step.messages import BoolArray
+from gpu_worker.weights.linear import Linear
 
 
 def open_store(address: str) -> tuple[Store, int]:

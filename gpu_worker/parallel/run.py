@@ -4,11 +4,11 @@ import os
 import signal
 from typing import NoReturn
 
-from gpu_worker.json_fields import ModelError
 from gpu_worker.parallel.follower import Follower
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.local_ranks import LocalRanks
-from rpc import logs
+from gpu_worker.weights.json_fields import ModelError
+from rpc.observe import logs
 
 _ONE_MACHINE = ("127.0.0.1", "localhost", "::1")
 
@@ -34,7 +34,7 @@ def run_rank(member: Member) -> NoReturn:
             # Rank 0 may have steps to finish, and this one's part in them.
             signal.signal(number, signal.SIG_IGN)
         try:
-            from gpu_worker.loading import load_rank  # noqa: PLC0415 - torch takes seconds
+            from gpu_worker.loading.assemble import load_rank  # noqa: PLC0415 - torch takes seconds
 
             executor, limits = load_rank(member, follower.welcome)
             follower.follow(executor, limits)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from gpu_worker.parallel.ranks import Ranks
-from gpu_worker.sampler import Sampled, Sampler
-from gpu_worker.sampling_params import SamplingParams, SamplingTable
-from gpu_worker.step import Int32Array, Int64Array
-from gpu_worker.structured_output import ForcedTokens
-from gpu_worker.upload import upload
+from gpu_worker.sampling.grammars import ForcedTokens
+from gpu_worker.sampling.params import SamplingParams, SamplingTable
+from gpu_worker.sampling.sampler import Sampled, Sampler
+from gpu_worker.step.messages import Int32Array, Int64Array
+from gpu_worker.step.upload import upload
 
 
 class Sampling(Protocol):

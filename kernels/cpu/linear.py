@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import check_tensor
-from kernels.cpu.kv_ahead import NO_FIELDS, PANEL, KvAhead
 from kernels.cpu.library import DTYPES, Call, Field, Library, native
+from kernels.cpu.program.kv_ahead import NO_FIELDS, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"quire: {name}: no such command; there are {', '.join(COMMANDS)}\n")
             return 2
     # A command imports what it needs, and only that: `quire down` needs no gRPC.
-    command = importlib.import_module(f"quire.cli.{arguments[0]}")
+    command = importlib.import_module(f"quire.cli.commands.{arguments[0]}")
     try:
         code: int = command.main(arguments[1:])
     except KeyboardInterrupt:

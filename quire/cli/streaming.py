@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from quire.cli.command_error import CommandError
-from quire.types import Event, FinishReason, OutputDelta, OutputFinished
+from quire.client.types import Event, FinishReason, OutputDelta, OutputFinished
 
 
 def show_one(events: Iterable[Event]) -> str:

@@ -8,17 +8,17 @@ import grpc
 
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
-from quire.cli.service_dir import ServiceDirError, running_services
 from quire.cli.settings import RouterClientSettings, SchedulerClientSettings
+from quire.cli.up.service_dir import ServiceDirError, running_services
 from quire.client import Client
-from rpc.channel import open_blocking_channel
 from rpc.errors import UnavailableError
+from rpc.peers.channel import open_blocking_channel
 from rpc.status import calling
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _CONNECTED_BUT: Final = "--tls-"
-"""In gRPC's words as `rpc.tls.explain` completes them."""
+"""In gRPC's words as `rpc.security.tls.explain` completes them."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """How gRPC's own words begin; a router that is there, but not ready, has others."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scheduler_svc.core.eviction import Eviction
+from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.pressure import MemoryLevel
 
 

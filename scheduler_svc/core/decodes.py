@@ -9,8 +9,8 @@ from typing import Protocol
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step_wheel import StepWheel
 from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.structures.step_wheel import StepWheel
 
 
 class Decodes(Protocol):

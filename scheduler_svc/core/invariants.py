@@ -4,13 +4,13 @@ from collections import Counter
 
 import numpy as np
 
-from scheduler_svc.core.block_pool import BlockIdT, BlockPool, DiskBlockId, HostBlockId
+from scheduler_svc.core.blocks import BlockIdT, BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.handover.moves import Replica
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.policies.policy import rank
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
-from scheduler_svc.core.successor import Successor
 
 _ON_HOST = (SeqStatus.SWAPPED, SeqStatus.MIGRATING)
 

@@ -1,7 +1,7 @@
 """How much of a sequence's known tokens a step computes, and who is charged for it."""
 
 from scheduler_svc.core.long_prefills import LongPrefillLimit
-from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.plan_builder import PlanDraft
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence

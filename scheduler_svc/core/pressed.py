@@ -5,9 +5,9 @@ waits in its place, and who is preempted draws the same later, as after any pree
 """
 
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.load import read_load
 from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.reports.load import read_load
 from scheduler_svc.core.scheduler import Scheduler
 
 

@@ -7,7 +7,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 
 SeqId = NewType("SeqId", int)
 """A sequence, unique over the life of a scheduler core."""

@@ -6,15 +6,13 @@ from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import extend_chain, tail_hash
-from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.block_hash import extend_chain, tail_hash
+from scheduler_svc.core.cache.publisher import Publisher
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, SteadyDecodes
-from scheduler_svc.core.drafted_decodes import DraftedDecodes
-from scheduler_svc.core.holdings import identity, swap_root
-from scheduler_svc.core.host_tier import HostTier
-from scheduler_svc.core.kv_lookup import FoundKv
-from scheduler_svc.core.new_labels import NewLabels
+from scheduler_svc.core.handover.holdings import identity, swap_root
+from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.plan import (
     Int32Array,
     NewSequence,
@@ -23,13 +21,15 @@ from scheduler_svc.core.plan import (
     StepId,
     StepPlan,
 )
-from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.plan_builder import PlanDraft
 from scheduler_svc.core.policies.policy import Rank
-from scheduler_svc.core.publisher import Publisher
+from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.speculative.drafted_decodes import DraftedDecodes
 from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:

@@ -11,32 +11,32 @@ block border and when it ends; in between it is one element of an array.
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.acceptance import check_length, check_pin, check_queue, max_request_len
-from scheduler_svc.core.beam_groups import BeamGroups
-from scheduler_svc.core.block_pool import BlockPool, DeviceBlockId
+from scheduler_svc.core.beams.live_searches import BeamGroups
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.pins import Pins
+from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.defragmenter import DefragmentationReport, Defragmenter
-from scheduler_svc.core.fetching import Fetching, Turn
-from scheduler_svc.core.host_room import HostRoom
-from scheduler_svc.core.host_tier import HostTier
-from scheduler_svc.core.kv_lookup import KvLookup
+from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.limits import check_length, check_pin, check_queue, max_request_len
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.load import read_load
 from scheduler_svc.core.long_prefills import LongPrefillLimit
-from scheduler_svc.core.new_labels import NewLabels
-from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
-from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.plan_builder import PlanDraft
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
-from scheduler_svc.core.preempting import Preempting
+from scheduler_svc.core.preemption import Preempting
 from scheduler_svc.core.prefills import Prefills
+from scheduler_svc.core.prefix import KvLookup
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.reports.load import read_load
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
-from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.tiers.fetching import Fetching, Turn
+from scheduler_svc.core.tiers.host_room import HostRoom
+from scheduler_svc.core.tiers.host_tier import HostTier
 
 MAX_STEPS_IN_FLIGHT = 2
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.block_hash import BlockHash
-from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Key, Place
 from scheduler_svc.core.request import Request, SeqId, SeqKey
 
 if TYPE_CHECKING:  # it is made of sequences
-    from scheduler_svc.core.beam_group import BeamGroup
+    from scheduler_svc.core.beams.group import BeamGroup
 
 
 class SeqStatus(Enum):

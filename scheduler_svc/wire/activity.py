@@ -5,9 +5,9 @@ from typing import Final
 
 from quire.v1 import common_pb2
 from rpc.errors import InvalidArgumentError
+from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.fragmentation import SpaceReport
-from scheduler_svc.step_log import MAX_STEPS, StepLog, StepRecord
+from scheduler_svc.observers.step_log import MAX_STEPS, StepLog, StepRecord
 from scheduler_svc.wire.load import load_to_proto
 from scheduler_svc.wire.memory_level import memory_level_to_proto
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.defragmenter import DefragmentationReport
+from scheduler_svc.core.compact.defragment import DefragmentationReport
 
 
 def defragmentation_to_proto(

@@ -5,7 +5,7 @@ from typing import Final
 from quire.v1 import kv_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32
-from scheduler_svc.core.describe import (
+from scheduler_svc.core.reports.describe import (
     MAX_BLOCKS,
     MAX_SEQUENCES,
     BlockState,

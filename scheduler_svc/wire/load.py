@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from quire.v1 import common_pb2
+from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.fragmentation import SpaceReport
 
 
 def load_to_proto(

@@ -2,7 +2,7 @@
 
 from quire.v1 import scheduler_pb2
 from rpc.errors import InvalidArgumentError
-from scheduler_svc.resizer import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
+from scheduler_svc.operations.resizer import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 
 
 def size_from_proto(message: scheduler_pb2.ResizeKvRequest) -> WantedSize:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import ports
+from quire.cli.up import ports
 from quire.client import Client, Model
 from rpc.errors import QuireError
 from tests.e2e.child import START_S, STOP_S, eventually

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from gpu_worker.settings import WorkerSettings
-from quire.cli.layout import SHIPPED_MODEL
 from quire.cli.settings import ProbeSettings
+from quire.cli.up.layout import SHIPPED_MODEL
 from router.settings import RouterSettings
 from scheduler_svc.settings import SchedulerSettings
 from tests.compose.deployment import ROOT

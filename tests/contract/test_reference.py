@@ -17,7 +17,7 @@ def test_every_entry_point_s_flags_are_told_of():
     told = PROCESSES.keys() | commands().keys()
     for script in ("router", "scheduler", "worker", "sim-worker"):
         assert f"quire-{script}" in told
-    modules = {path.stem for path in (ROOT / "quire" / "cli").glob("*.py")}
+    modules = {path.stem for path in (ROOT / "quire" / "cli" / "commands").glob("*.py")}
     parsing = {
         name
         for name in modules

@@ -8,13 +8,13 @@ import grpc.aio
 import pytest
 from google.protobuf import message_factory
 
-import router.adapter_face
-import router.loading_face
-import scheduler_svc.adapter_service
-import scheduler_svc.loading_service
+import router.grpc.adapters
+import router.grpc.loading
+import scheduler_svc.operations.adapter_service
+import scheduler_svc.operations.loading_service
 from quire.v1 import adapters_pb2, loading_pb2
-from rpc.channel import open_channel
 from rpc.grpc_server import make_grpc_server
+from rpc.peers.channel import open_channel
 from rpc.settings import ProcessSettings
 
 METHODS = [
@@ -27,12 +27,12 @@ METHODS = [
 # What stands behind a servicer is not reached.
 SERVICES = {
     "router": (
-        router.adapter_face.adapter_service(None),
-        router.loading_face.loading_service(None),
+        router.grpc.adapters.adapter_service(None),
+        router.grpc.loading.loading_service(None),
     ),
     "scheduler": (
-        scheduler_svc.adapter_service.adapter_service(None),
-        scheduler_svc.loading_service.loading_service(None),
+        scheduler_svc.operations.adapter_service.adapter_service(None),
+        scheduler_svc.operations.loading_service.loading_service(None),
     ),
 }
 

@@ -4,7 +4,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from gpu_worker.step import Limits
+from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32, unpack_int32
 

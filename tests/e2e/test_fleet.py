@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire.kv_types import KvBlockState, KvTier, SequenceStatus
+from quire.client.kv_types import KvBlockState, KvTier, SequenceStatus
 from tests.e2e.child import eventually
 from tests.e2e.generation import generate_request, read
 from tests.e2e.two_workers import Stream, TwoWorkers

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutput
-from quire.cli.service_dir import running_services
+from quire.cli.up.service_dir import running_services
 from quire.client import Client
 from quire.private_service import ServiceStartError
 from rpc.errors import InvalidArgumentError, UnauthenticatedError

@@ -10,10 +10,10 @@ import contextlib
 import grpc
 import pytest
 
-from gpu_worker import pool_memory
 from gpu_worker.app import run_worker
-from gpu_worker.kv_layout import block_bytes
-from gpu_worker.model_source import open_model
+from gpu_worker.kv.layout import block_bytes
+from gpu_worker.loading.source import open_model
+from gpu_worker.memory import pool as pool_memory
 from gpu_worker.settings import WorkerSettings
 from quire.v1 import scheduler_pb2
 from tests.unit.gpu_worker.fake_cuda_driver import GRANULARITY, Budget, FakeCudaDriver, HostChunks

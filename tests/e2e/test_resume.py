@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from quire.client import Client, SamplingParams
-from quire.types import BeamSearch, StructuredOutput
+from quire.client.types import BeamSearch, StructuredOutput
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.child import START_S, Child, eventually

@@ -7,8 +7,9 @@
 import os
 from pathlib import Path
 
-from gpu_worker import device_memory, memory
 from gpu_worker.__main__ import main
+from gpu_worker.memory import sizing as memory
+from gpu_worker.memory import watch as device_memory
 
 if __name__ == "__main__":
     memory._CGROUP = Path(os.environ["CONTROL_GROUP"])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, scheduler_pb2
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc.channel import open_channel
 from rpc.packing import pack_int32, pack_uint64, unpack_uint64
+from rpc.peers.channel import open_channel
 from tests.fuzz import examples
 from tests.fuzz.http_requests import raw_requests
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of

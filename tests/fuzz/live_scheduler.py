@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from quire.v1 import kv_pb2, scheduler_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 from tests.fuzz import examples
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of
 from tests.fuzz.messages import wire

@@ -15,34 +15,39 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpu_worker.step import Limits
-from gpu_worker.wire import host_blocks_to_pull, host_blocks_to_read, step_input_from_proto
+from gpu_worker.service.step_wire import (
+    host_blocks_to_pull,
+    host_blocks_to_read,
+    step_input_from_proto,
+)
+from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
-from router.api_keys import ApiKeysError, read_keys_file
+from router.access.api_keys import ApiKeysError, read_keys_file
 from router.domain import ModelInfo as RouterModelInfo
-from router.openai.chat import ChatBody
-from router.openai.completions import CompletionBody
-from router.openai.errors import error_from_validation, error_response
-from router.openai.json_text import parse_json
-from router.scheduler_news import Refusal
-from router.scheduler_wire import news_from_proto
-from router.structured_output import to_grammar
-from router.validation import check_request, settle_sampling
-from router.wire import (
+from router.grpc.wire import (
     generate_request_from_proto,
     load_from_proto,
     resume_request_from_proto,
     sampling_to_proto,
 )
+from router.http.errors import error_from_validation, error_response
+from router.http.json_text import parse_json
+from router.http.requests.chat import ChatBody
+from router.http.requests.completions import CompletionBody
+from router.request.validation import check_request, settle_sampling
+from router.schedulers.messages import Refusal
+from router.schedulers.wire import news_from_proto
+from router.text.grammar import to_grammar
 from rpc.errors import InvalidArgumentError, QuireError
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
 from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.core_calls import (
+from scheduler_svc.domain import ModelInfo
+from scheduler_svc.journal.core_calls import (
     Cancel,
     CoreOrigin,
     Defragment,
@@ -54,16 +59,15 @@ from scheduler_svc.core_calls import (
     Submit,
     Update,
 )
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.frames import MAGIC, RecordingError, to_frame
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
-from scheduler_svc.wire.kv import query_from_proto
-from scheduler_svc.wire.recording import (
+from scheduler_svc.journal.frames import MAGIC, RecordingError, to_frame
+from scheduler_svc.journal.recording_wire import (
     call_to_payload,
     end_to_payload,
     origin_to_payload,
     read_recording,
 )
+from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
+from scheduler_svc.wire.kv import query_from_proto
 from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.worker import result_from_proto
 from scheduler_svc.wire.worker_info import worker_info_from_proto

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kernels import triton_ops, tuned
+from kernels.triton import ops as triton_ops
+from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.copy import copy_blocks, gather_blocks, scatter_blocks
+from kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from tests.kernels.tensors import far_apart
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]

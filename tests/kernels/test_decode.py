@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import reference, tuned
-from kernels.decode import paged_attention_decode
+from kernels import reference
+from kernels.triton.decode import paged_attention_decode
+from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 

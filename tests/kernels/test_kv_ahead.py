@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.cpu.build import SOURCES
-from kernels.cpu.kv_ahead import MAX_RUNS, PANEL, RUN_STEPS, share_out
 from kernels.cpu.library import Call, native
+from kernels.cpu.program.kv_ahead import MAX_RUNS, PANEL, RUN_STEPS, share_out
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs native code")
 

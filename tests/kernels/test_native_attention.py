@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.cpu import attention
-from kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
 from kernels.cpu.library import native
+from kernels.cpu.ops import attention
+from kernels.cpu.ops.attention import paged_attention_decode, paged_attention_prefill
 from tests.kernels.tensors import (
     dense_attention,
     far_apart,

@@ -9,7 +9,8 @@ import torch
 
 from kernels import ops, reference
 from kernels.cpu import __main__ as program
-from kernels.cpu import activation, attention, build, library, linear, norm, rotary, store
+from kernels.cpu import build, library, linear
+from kernels.cpu.ops import activation, attention, norm, rotary, store
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

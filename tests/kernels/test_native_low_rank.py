@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from kernels.cpu import ops
+from kernels.cpu import native_ops as ops
 from kernels.cpu.library import Program, native
 from kernels.cpu.linear import pack
-from kernels.cpu.low_rank import NativeAdapter, RowAdapters, low_rank_calls
+from kernels.cpu.program.low_rank import NativeAdapter, RowAdapters, low_rank_calls
 from tests.kernels.late_threads import LateThreads
 from tests.kernels.tolerance import assert_close
 

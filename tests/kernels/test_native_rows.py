@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.cpu import ops
+from kernels.cpu import native_ops as ops
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close
 

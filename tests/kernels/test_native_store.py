@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, reference
-from kernels.cpu.store import store_kv
+from kernels.cpu.ops.store import store_kv
 from tests.kernels.tensors import far_apart, strided
 
 FORMATS = [None, torch.int8, torch.float8_e4m3fn]

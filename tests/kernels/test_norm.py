@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.triton.norm import add_rms_norm, rms_norm
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dtype
 

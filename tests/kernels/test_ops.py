@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from kernels import ops, reference, triton_ops
-from kernels.cpu import ops as native
+from kernels import ops, reference
+from kernels.cpu import native_ops as native
+from kernels.triton import ops as triton_ops
 from tests.kernels.tensors import make_paged
 from tests.kernels.tolerance import assert_close
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from kernels import reference, tuned
-from kernels.prefill import paged_attention_prefill
+from kernels import reference
+from kernels.triton.prefill import paged_attention_prefill
+from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, ops, reference
-from kernels.cpu.store import store_kv as native_store_kv
-from kernels.decode import paged_attention_decode
-from kernels.prefill import paged_attention_prefill
+from kernels.cpu.ops.store import store_kv as native_store_kv
 from kernels.reference.quantize import dequantize
-from kernels.store import store_kv
+from kernels.triton.decode import paged_attention_decode
+from kernels.triton.prefill import paged_attention_prefill
+from kernels.triton.store import store_kv
 from tests.kernels.tensors import FAR, dense_attention, make_quantized, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.rotary import rotary
+from kernels.triton.rotary import rotary
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close, every_dtype
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, reference
-from kernels.rotary import rotary
-from kernels.rotary_store import rotary_store_kv
-from kernels.store import store_kv
+from kernels.triton.rotary import rotary
+from kernels.triton.rotary_store import rotary_store_kv
+from kernels.triton.store import store_kv
 from tests.kernels.tensors import make_paged, make_quantized, strided
 from tests.kernels.test_rotary import table
 from tests.kernels.tolerance import assert_close, every_dtype

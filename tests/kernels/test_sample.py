@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.draw import draw, uniforms
-from gpu_worker.sampler import Sampler
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.truncation import truncate
+from gpu_worker.sampling.draw import draw, uniforms
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.truncation import truncate
 from kernels import reference
 from kernels.reference.sample import uniforms as twin_uniforms
-from kernels.sample import sample
+from kernels.triton.sample import sample
 
 VOCABULARY = 5003  # two tiles, the second not whole
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, reference
-from kernels.store import store_kv
+from kernels.triton.store import store_kv
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import every_dtype
 

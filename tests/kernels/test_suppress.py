@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference, triton_ops
-from kernels.cpu import ops as native
+from kernels import reference
+from kernels.cpu import native_ops as native
+from kernels.triton import ops as triton_ops
 from tests.kernels.tensors import far_apart, strided
 
 FIRST_64 = [-1, -1]  # the words that admit tokens 0 to 63

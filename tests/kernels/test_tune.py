@@ -3,10 +3,18 @@ import json
 import pytest
 import torch
 
-from kernels import tune, tuned
-from kernels.tune_workloads import decode_seconds, prefill_seconds
-from kernels.tuned import CONFIG_DIR, DecodeConfig, PrefillConfig, Shape, first_match, read_rules
-from kernels.workload import Model
+from kernels.tuning import __main__ as tune
+from kernels.tuning import configs as tuned
+from kernels.tuning.candidates import decode_seconds, prefill_seconds
+from kernels.tuning.configs import (
+    CONFIG_DIR,
+    DecodeConfig,
+    PrefillConfig,
+    Shape,
+    first_match,
+    read_rules,
+)
+from kernels.tuning.workload import Model
 
 SHAPE = Shape("bfloat16", "int8", 128, 4)
 DECODE = DecodeConfig(64, 512, 512, 4, 5, 4)

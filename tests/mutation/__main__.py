@@ -17,7 +17,7 @@ from tests.mutation.trial import Trial, Verdict
 
 ROOT = Path(__file__).parents[2]
 CORE = Path("scheduler_svc/core")
-NOT_BLOCK_SPACE = {"acceptance", "accounts", "config", "errors", "invariants", "rates", "request"}
+NOT_BLOCK_SPACE = {"limits", "accounts", "config", "errors", "invariants", "rates", "request"}
 """What the core is told and tells, what it is tested with, and what it counts for others."""
 FOLDERS = ("scheduler_svc", "quire", "rpc", "tests")
 TESTS = (
@@ -34,16 +34,17 @@ def candidates(names: Sequence[str] = ()) -> list[Mutant]:
     equivalent = {(m["file"], m["function"], m["old"], m["new"]) for m in listed["mutant"]}
     return [
         mutant
-        for file in sorted((ROOT / CORE).glob("*.py"))
-        if (file.stem in names if names else file.stem not in NOT_BLOCK_SPACE)
-        for mutant in mutants_of(CORE / file.name, file.read_text())
+        for file in sorted((ROOT / CORE).rglob("*.py"))
+        if "policies" not in file.parts
+        and (file.stem in names if names else file.stem not in NOT_BLOCK_SPACE)
+        for mutant in mutants_of(file.relative_to(ROOT), file.read_text())
         if (file.name, mutant.function, mutant.removed, mutant.added) not in equivalent
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("files", nargs="*", help="such as block_pool; all if none is given")
+    parser.add_argument("files", nargs="*", help="such as blocks; all if none is given")
     parser.add_argument("--mutants", type=int, default=200, help="how many to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--goal", type=float, default=95.0, help="percent that must not survive")

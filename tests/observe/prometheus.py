@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import yaml
 
-from quire.cli import ports
+from quire.cli.up import ports
 from tests.e2e.child import eventually
 from tests.observe.expressions import RULES
 

@@ -66,10 +66,10 @@ def test_every_span_is_explained():
     page = (ROOT / "docs" / "observability.md").read_text()
     recorded = re.compile(r'(?:record|_record|record_span|start_span)\(\s*\*?\(?"(\w+)"')
     sources = (
-        "router/intake.py",
-        "router/inference.py",
-        "scheduler_svc/telemetry.py",
-        "gpu_worker/sequence_spans.py",
+        "router/request/admission.py",
+        "router/request/inference.py",
+        "scheduler_svc/observers/spans.py",
+        "gpu_worker/service/spans.py",
     )
     found = {name for path in sources for name in recorded.findall((ROOT / path).read_text())}
     assert found >= {"request", "tokenize", "queue", "step", "prefill", "prefill_chunk", "decode"}

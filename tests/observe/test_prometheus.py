@@ -6,7 +6,7 @@ import pytest
 
 from docs.generate import metrics
 from quire.cli.__main__ import main as quire
-from quire.cli.layout import SHIPPED_MODEL
+from quire.cli.up.layout import SHIPPED_MODEL
 from tests.e2e.child import eventually
 from tests.e2e.generation import generate_request, read
 from tests.e2e.service import Service

@@ -8,9 +8,9 @@ from random import Random
 
 from hypothesis import settings
 
-from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.pressure import MemoryLevel
 from tests.property.test_scheduler import SchedulerMachine
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from scheduler_svc.core.errors import MigrationRefusedError
-from scheduler_svc.core.migration import Export, Import
-from scheduler_svc.core.replica import Replica
+from scheduler_svc.core.handover.moved_request import Export, Import
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.sequence import SeqStatus
 from tests.property.disk import BROKEN
 from tests.property.test_scheduler import SchedulerMachine

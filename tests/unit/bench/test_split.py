@@ -10,9 +10,9 @@ import pytest
 
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import scheduler_pb2_grpc
-from rpc.channel import open_channel
 from rpc.errors import NotFoundError
 from rpc.grpc_server import Service
+from rpc.peers.channel import open_channel
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from gpu_worker.sampling_params import SamplingParams
+from gpu_worker.sampling.params import SamplingParams
 
 _MASK = 2**64 - 1
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
-from gpu_worker import device, memory
 from gpu_worker.app import StepsFailedError, run_worker
-from gpu_worker.executor import Executor
-from gpu_worker.json_fields import ModelError
-from gpu_worker.kv_layout import block_bytes
-from gpu_worker.model_source import open_model
+from gpu_worker.kv.layout import block_bytes
+from gpu_worker.loading import device
+from gpu_worker.loading.source import open_model
+from gpu_worker.memory import sizing as memory
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step import Limits
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits
+from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
 from rpc.packing import pack_int32, unpack_int32
+from rpc.peers.channel import open_channel
 from rpc.settings import parse_settings
 from tests.models_fixture import make_model
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.kv_codec import Codec, CodecSpec, parse_codec
-from gpu_worker.lossless_codec import LosslessCodec
-from gpu_worker.quantized_codec import QuantizedCodec
-from gpu_worker.record_codec import QuantizedRecords
+from gpu_worker.kv.codecs.lossless import LosslessCodec
+from gpu_worker.kv.codecs.names import Codec, CodecSpec, parse_codec
+from gpu_worker.kv.codecs.quantized import QuantizedCodec
+from gpu_worker.kv.codecs.records import QuantizedRecords
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HEAD_DIM = 16

@@ -9,9 +9,10 @@ import pytest
 import structlog
 import torch
 
-from gpu_worker import host_pool, pinned_memory
-from gpu_worker.host_pool import HostPool
-from gpu_worker.pinned_memory import pinned_bytes
+from gpu_worker.kv import host_pool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.memory import pinned as pinned_memory
+from gpu_worker.memory.pinned import pinned_bytes
 
 
 def ints(*values):

@@ -4,8 +4,8 @@ import structlog
 import torch
 from prometheus_client import REGISTRY
 
-from gpu_worker import memory
-from gpu_worker.device_memory import CpuSystem, DeviceMemory, Level, MemoryMonitor
+from gpu_worker.memory import sizing as memory
+from gpu_worker.memory.watch import CpuSystem, DeviceMemory, Level, MemoryMonitor
 
 
 class FakeDriver:

@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from gpu_worker import disk_file
-from gpu_worker import disk_pool as module
-from gpu_worker.disk_pool import DiskPool
-from gpu_worker.executor import LaunchedStep
-from gpu_worker.kv_codec import parse_codec
-from gpu_worker.lossless_codec import LosslessCodec
+from gpu_worker.kv import disk_file
+from gpu_worker.kv import disk_pool as module
+from gpu_worker.kv.codecs.lossless import LosslessCodec
+from gpu_worker.kv.codecs.names import parse_codec
+from gpu_worker.kv.disk_pool import DiskPool
+from gpu_worker.step.executor import LaunchedStep
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,12 +6,12 @@ import torch
 from fake_model import FakeModel, FakePool, continue_greedily
 from test_worker_executor import GREEDY, LIMITS, ints, new_row
 
-from gpu_worker.draft_lengths import DraftLengths
-from gpu_worker.model_drafter import ModelDrafter
-from gpu_worker.ngram_drafter import NgramDrafter
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.step import StepInput
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.speculative.lengths import DraftLengths
+from gpu_worker.speculative.model import ModelDrafter
+from gpu_worker.speculative.ngram import NgramDrafter
+from gpu_worker.step.messages import StepInput
+from gpu_worker.step.rows import Rows
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from fake_cuda_driver import GRANULARITY, POISON, Budget, FakeCudaDriver, HostChunks
 
-from gpu_worker import cuda_chunks
-from gpu_worker.cpu_chunks import CpuChunks
-from gpu_worker.cuda_chunks import VirtualMemoryError, load_driver
-from gpu_worker.elastic_memory import ElasticMemory, OutOfMemoryError
+from gpu_worker.memory import cuda_chunks
+from gpu_worker.memory.cpu_chunks import CpuChunks
+from gpu_worker.memory.cuda_chunks import VirtualMemoryError, load_driver
+from gpu_worker.memory.elastic import ElasticMemory, OutOfMemoryError
 
 CHUNK = 2 * GRANULARITY
 MAX = 16 * CHUNK

@@ -5,11 +5,11 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
 
-from gpu_worker.executor import Executor
-from gpu_worker.json_fields import ModelError
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.sequence_spans import SequenceSpans
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.service.spans import SequenceSpans
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
+from gpu_worker.weights.json_fields import ModelError
 
 LIMITS = Limits(
     max_num_seqs=6,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.forced_tokens import sample_others
 from gpu_worker.parallel.shared_sampling import SamplesForAll, TakesSamples
-from gpu_worker.sampler import Sampler
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.structured_output import StructuredOutput
+from gpu_worker.sampling.forced_tokens import sample_others
+from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.sampling.sampler import Sampler
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 VOCAB = 4096

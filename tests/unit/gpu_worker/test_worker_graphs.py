@@ -9,13 +9,13 @@ import torch
 from fake_graphs import FakeGraphs
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
-from gpu_worker import model_part
-from gpu_worker.executor import Executor
-from gpu_worker.graphs import graph_sizes
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_source import open_model
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.loading import part as model_part
+from gpu_worker.loading.source import open_model
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.graphs import graph_sizes
+from gpu_worker.step.messages import Limits, NewRow, StepInput
 from tests.models_fixture import ModelDirs
 
 CPU = torch.device("cpu")

@@ -5,14 +5,14 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
-from gpu_worker import host_pool
-from gpu_worker.executor import Executor
-from gpu_worker.host_pool import HostPool, runs
-from gpu_worker.kv_codec import parse_codec
-from gpu_worker.quantized_codec import QuantizedCodec
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
-from gpu_worker.wire import step_input_from_proto
+from gpu_worker.kv import host_pool
+from gpu_worker.kv.codecs.names import parse_codec
+from gpu_worker.kv.codecs.quantized import QuantizedCodec
+from gpu_worker.kv.host_pool import HostPool, runs
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.service.step_wire import step_input_from_proto
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
 from quire.v1 import worker_pb2
 from rpc.errors import InvalidArgumentError
 from rpc.packing import pack_int32

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker import kv_exchange
-from gpu_worker.block_labels import BlockLabels
-from gpu_worker.holdings import Holdings
-from gpu_worker.host_pool import HostPool
-from gpu_worker.server import WorkerService
-from gpu_worker.step import Limits
-from gpu_worker.step_loop import StepLoop
-from gpu_worker.worker_info import WorkerInfo
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.kv.labels import BlockLabels
+from gpu_worker.service import kv_exchange
+from gpu_worker.service.api import WorkerService
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.service.worker_info import WorkerInfo
+from gpu_worker.step.loop import StepLoop
+from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
 from rpc.packing import pack_int32
+from rpc.peers.channel import open_channel
+from rpc.security.tls import ClientTls, ServerTls, server_credentials
 from rpc.status import ErrorInterceptor
-from rpc.tls import ClientTls, ServerTls, server_credentials
 from tests.certificates import Authority
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64

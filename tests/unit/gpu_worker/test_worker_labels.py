@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from gpu_worker.block_labels import BlockLabels
-from gpu_worker.rows import Rows
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput, TokenLogprob
+from gpu_worker.kv.labels import BlockLabels
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.messages import Limits, NewRow, StepInput, TokenLogprob
+from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
     max_num_seqs=4,

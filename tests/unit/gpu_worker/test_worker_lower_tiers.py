@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker import metrics, rates
-from gpu_worker.json_fields import ModelError
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.lower_tiers import open_lower_tiers
-from gpu_worker.model_source import open_model
+from gpu_worker import metrics
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.lower_tiers import open_lower_tiers
+from gpu_worker.loading import rates
+from gpu_worker.loading.source import open_model
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
 from rpc.settings import parse_settings
 from tests.models_fixture import make_model
 

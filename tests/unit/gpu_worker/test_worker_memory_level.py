@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from gpu_worker.memory_level import Level, LevelMeter, Thresholds, choose_thresholds
+from gpu_worker.memory.level import Level, LevelMeter, Thresholds, choose_thresholds
 from gpu_worker.settings import WorkerSettings
 
 OK, WARNING, CRITICAL = Level

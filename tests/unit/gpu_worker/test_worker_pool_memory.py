@@ -4,11 +4,12 @@ import pytest
 import torch
 from fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 
-from gpu_worker import memory, pool_memory
-from gpu_worker.cuda_chunks import VirtualMemoryError
-from gpu_worker.json_fields import ModelError
-from gpu_worker.pool_memory import open_pool_memory
+from gpu_worker.memory import pool as pool_memory
+from gpu_worker.memory import sizing as memory
+from gpu_worker.memory.cuda_chunks import VirtualMemoryError
+from gpu_worker.memory.pool import open_pool_memory
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1024**3

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from gpu_worker.rows import Rows
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import BrokenInvariantError, Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
+from gpu_worker.step.rows import Rows
 from rpc.errors import InvalidArgumentError
 
 LIMITS = Limits(

@@ -8,11 +8,11 @@ from sampling_reference import (
     reference_uniform,
 )
 
-from gpu_worker.draw import draw, uniforms
-from gpu_worker.readback import Readback
-from gpu_worker.sampler import Sampler
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.truncation import truncate
+from gpu_worker.sampling.draw import draw, uniforms
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.truncation import truncate
+from gpu_worker.step.readback import Readback
 
 CPU = torch.device("cpu")
 EOS = (2, 7)

@@ -9,9 +9,9 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash
 from sampling_reference import reference_token
 
-from gpu_worker.executor import Executor
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
 
 LIMITS = Limits(
     max_num_seqs=5,

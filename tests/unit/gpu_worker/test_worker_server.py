@@ -13,7 +13,7 @@ from worker_service import (
     new_sequence,
 )
 
-from gpu_worker.server import WorkerService
+from gpu_worker.service.api import WorkerService
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import unpack_int32
 from tests.served_worker import failure, served

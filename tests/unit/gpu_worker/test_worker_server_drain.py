@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from worker_service import INFO, batch, first_batch, until_open
 
-from gpu_worker.holdings import Holdings
-from gpu_worker.server import WorkerService
-from gpu_worker.step import StepOutput
+from gpu_worker.service.api import WorkerService
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.step.messages import StepOutput
 from quire.v1 import worker_pb2
 from tests.served_worker import failure, served
 

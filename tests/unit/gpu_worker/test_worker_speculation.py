@@ -7,10 +7,10 @@ from fake_model import FakeModel, FakePool, continue_greedily, next_token
 from test_worker_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 from gpu_worker import metrics
-from gpu_worker.executor import Executor
-from gpu_worker.model_drafter import ModelDrafter
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.speculative.model import ModelDrafter
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import StepInput
 
 CPU = torch.device("cpu")
 NUM_GUESSES = 3

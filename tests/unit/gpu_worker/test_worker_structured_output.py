@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.sampler import Sampler
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.structured_output import StructuredOutput
+from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.sampling.sampler import Sampler
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 VOCAB = 4096
@@ -144,7 +144,7 @@ def test_draws_among_suppressed_tokens_are_those_of_the_plain_exponential(
         logits = torch.randn(3, VOCAB, generator=generator) * 20  # some far below the likeliest
         drawn = sampler.sample(logits.clone(), rows, positions, outputs).token_ids
         with monkeypatch.context() as patched:
-            patched.setattr("gpu_worker.sampler._exp_of_many_least", torch.exp)
+            patched.setattr("gpu_worker.sampling.sampler._exp_of_many_least", torch.exp)
             plain = sampler.sample(logits.clone(), rows, positions, outputs).token_ids
         assert torch.equal(drawn, plain)
         sampler.release([0, 1, 2])

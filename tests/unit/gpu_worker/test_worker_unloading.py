@@ -9,21 +9,22 @@ import weakref
 import grpc
 import pytest
 
-from gpu_worker import memory, pool_memory
-from gpu_worker.adapter_service import AdapterServicer
 from gpu_worker.app import StepsFailedError, run_worker
-from gpu_worker.disk_pool import DiskPool
-from gpu_worker.elastic_memory import OutOfMemoryError
-from gpu_worker.executor import Executor
-from gpu_worker.host_pool import HostPool
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.disk_pool import DiskPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.slot import ModelSlot
+from gpu_worker.memory import pool as pool_memory
+from gpu_worker.memory import sizing as memory
+from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
-from gpu_worker.model_slot import ModelSlot
 from gpu_worker.models.decoder import Decoder
-from gpu_worker.models.transformers_model import TransformersModel
-from gpu_worker.server import WorkerService
+from gpu_worker.models.fallback.model import TransformersModel
+from gpu_worker.service.adapters import AdapterServicer
+from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step_loop import StepLoop
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.loop import StepLoop
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -33,10 +34,10 @@ from quire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.channel import open_channel
 from rpc.errors import UnimplementedError
-from rpc.health import Health
+from rpc.health.state import Health
 from rpc.packing import pack_int32, unpack_int32
+from rpc.peers.channel import open_channel
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
 
@@ -268,7 +269,7 @@ async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeyp
         assert "1 byte more is needed" in details
         with monkeypatch.context() as patch:
             patch.setattr(memory, "available_bytes", lambda: 1)
-            patch.setattr("gpu_worker.model_part._num_blocks", lambda *_: memory.blocks_in(1, 2))
+            patch.setattr("gpu_worker.loading.part._num_blocks", lambda *_: memory.blocks_in(1, 2))
             assert (await refusal(worker.load()))[0] == "FAILED_PRECONDITION"
         assert (await worker.attach()).is_unloaded
         assert (await worker.load())[-1].is_done

@@ -4,8 +4,8 @@ import asyncio
 
 from fake_model import VOCAB_SIZE
 
-from gpu_worker.step import Limits
-from gpu_worker.worker_info import WorkerInfo
+from gpu_worker.service.worker_info import WorkerInfo
+from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, worker_pb2
 from rpc.packing import pack_int32
 

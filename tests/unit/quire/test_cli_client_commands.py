@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from quire.cli.__main__ import main
-from quire.cli.status import describe_load
-from quire.types import Load
+from quire.cli.commands.status import describe_load
+from quire.client.types import Load
 from quire.v1 import common_pb2
 
 

@@ -5,9 +5,9 @@ import asyncio
 import grpc.aio
 import pytest
 
-from quire.cli import restart
 from quire.cli.__main__ import main
-from quire.cli.service_dir import ServiceInfo, ServiceProcess
+from quire.cli.commands import restart
+from quire.cli.up.service_dir import ServiceInfo, ServiceProcess
 from quire.v1 import admin_pb2, admin_pb2_grpc
 
 

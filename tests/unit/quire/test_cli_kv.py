@@ -8,7 +8,7 @@ import pytest
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.client import AsyncClient, Client
-from quire.kv_types import KvTier, SequenceStatus
+from quire.client.kv_types import KvTier, SequenceStatus
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import FailedPreconditionError
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.activity_types import WorkerActivity
 from quire.cli.__main__ import main
-from quire.cli.status import describe_load
-from quire.cli.top_view import _worker_cells, _worker_name
-from quire.types import Load
+from quire.cli.commands.status import describe_load
+from quire.cli.top.view import _worker_cells, _worker_name
+from quire.client.activity_types import WorkerActivity
+from quire.client.types import Load
 from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.errors import FailedPreconditionError
 

@@ -8,9 +8,9 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from quire.cli import probe
-from rpc.health import Health
-from rpc.probes import probes
+from quire.cli.commands import probe
+from rpc.health.probes import probes
+from rpc.health.state import Health
 
 
 @pytest.fixture

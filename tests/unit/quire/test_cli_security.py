@@ -6,16 +6,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from quire.cli import layout
 from quire.cli.command_error import CommandError
-from quire.cli.probe import probe
+from quire.cli.commands.probe import probe
 from quire.cli.settings import GenerateSettings
 from quire.cli.target import connection_errors
-from quire.cli.up_settings import UpSettings
-from quire.cli.welcome import how_to_use
+from quire.cli.up import layout
+from quire.cli.up.settings import UpSettings
+from quire.cli.up.welcome import how_to_use
 from rpc.errors import UnavailableError
+from rpc.security.tls import ServerTls, explain, http_context
 from rpc.settings import parse_settings
-from rpc.tls import ServerTls, explain, http_context
 from tests.certificates import Authority
 
 

@@ -1,6 +1,6 @@
 """The directory of a service, as the commands beside it see it."""
 
-from quire.cli.service_dir import ServiceDir, running_services
+from quire.cli.up.service_dir import ServiceDir, running_services
 
 
 def test_looking_at_a_directory_that_is_being_removed_leaves_nothing_in_it(tmp_path):

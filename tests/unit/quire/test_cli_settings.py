@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import layout, ports
 from quire.cli.__main__ import COMMANDS, main
 from quire.cli.settings import DownSettings, GenerateSettings
-from quire.cli.up_settings import UpSettings
+from quire.cli.up import layout, ports
+from quire.cli.up.settings import UpSettings
 from rpc.settings import parse_settings
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cli_processes import is_alive, until
 
-from quire.cli.child import ProcessSpec
-from quire.cli.supervisor import Backoff, Running, StartError, Supervisor
+from quire.cli.up.child import ProcessSpec
+from quire.cli.up.supervisor import Backoff, Running, StartError, Supervisor
 
 SLEEPS = "import time; time.sleep(600)"
 IGNORES_SIGTERM = (

@@ -7,8 +7,8 @@ import pytest
 
 from quire.cli.__main__ import main
 from quire.cli.invocation import invocation
-from quire.cli.service_dir import ServiceDir, ServiceInfo
 from quire.cli.target import DEFAULT_TARGET, find_target
+from quire.cli.up.service_dir import ServiceDir, ServiceInfo
 
 
 @pytest.fixture

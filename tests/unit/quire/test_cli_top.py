@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from quire.activity_types import MemoryLevel, WorkerActivity
-from quire.cli import top
 from quire.cli.__main__ import main
-from quire.cli.top_figures import Snapshot, parse_metrics, rates_between, sum_tiers
-from quire.cli.top_view import bar, draw
+from quire.cli.commands import top
+from quire.cli.top.figures import Snapshot, parse_metrics, rates_between, sum_tiers
+from quire.cli.top.view import bar, draw
 from quire.client import Client
-from quire.kv_types import KvTier, SequenceKv, SequenceStatus, TierKv, WorkerKv
-from quire.types import Load
+from quire.client.activity_types import MemoryLevel, WorkerActivity
+from quire.client.kv_types import KvTier, SequenceKv, SequenceStatus, TierKv, WorkerKv
+from quire.client.types import Load
 from rpc.errors import UnavailableError
 
 LOAD = Load(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli_processes import TIMEOUT_S, is_alive, until
 
-from quire.cli.service_dir import ServiceInfo, running_services
+from quire.cli.up.service_dir import ServiceInfo, running_services
 
 FAKES = Path(__file__).parent / "fakes"
 

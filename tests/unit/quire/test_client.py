@@ -269,7 +269,7 @@ async def test_who_is_cancelled_between_two_calls_cancels_the_request(served, mo
             pass
 
     async with AsyncClient(served.target) as client:
-        monkeypatch.setattr("quire.async_client.asyncio.sleep", sleep)
+        monkeypatch.setattr("quire.client.async_client.asyncio.sleep", sleep)
         reading = asyncio.create_task(read(client))
         await waits.wait()
         monkeypatch.undo()
@@ -285,7 +285,7 @@ async def test_a_busy_service_is_asked_again_when_it_says(served, monkeypatch):
     async def sleep(delay_s):
         waits.append(delay_s)
 
-    monkeypatch.setattr("quire.async_client.asyncio.sleep", sleep)
+    monkeypatch.setattr("quire.client.async_client.asyncio.sleep", sleep)
     async with AsyncClient(served.target, retry=Retry(max_attempts=3)) as client:
         with pytest.raises(TooBusyError):
             async for _ in client.generate("busy"):

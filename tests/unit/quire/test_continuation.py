@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.continuation import Continuation
-from quire.retry import Retry, RetryBudget
-from quire.types import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.client.continuation import Continuation
+from quire.client.retry import Retry, RetryBudget
+from quire.client.types import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
 from quire.v1 import inference_pb2
 from rpc.errors import (
     AlreadyExistsError,

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from quire.cli.layout import SHIPPED_MODEL
+from quire.cli.up.layout import SHIPPED_MODEL
 
 MAX_BYTES = 16 * 1024 * 1024
 

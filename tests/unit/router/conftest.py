@@ -11,13 +11,13 @@ import tokenizers
 from router_fake_scheduler import FakeScheduler
 from router_tokenizers import byte_level_bpe
 
-from router.inference import Inference
-from router.scheduler_link import LinkConfig
-from router.schedulers import Schedulers
-from router.tokenizer import load_tokenizer
-from router.tokenizers import Tokenizers
-from rpc.discovery import Discovery
-from rpc.health import Health
+from router.request.inference import Inference
+from router.schedulers.link import LinkConfig
+from router.schedulers.pool import Schedulers
+from router.text.served_tokenizer import Tokenizers
+from router.text.tokenizer import load_tokenizer
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

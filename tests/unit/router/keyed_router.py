@@ -14,7 +14,7 @@ from router_fake_scheduler import LENGTH, FakeScheduler
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 
 OPERATOR, ALICE, ALICE_2, BOB = "sk-operator", "sk-alice", "sk-alice-2", "sk-bob"
 

@@ -18,7 +18,7 @@ from quire.v1 import (
     scheduler_pb2_grpc,
 )
 from rpc.packing import pack_int32, pack_uint64
-from rpc.silence import BEAT_S
+from rpc.peers.heartbeat import BEAT_S
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH

@@ -15,8 +15,8 @@ from router_fake_scheduler import ERROR, LENGTH, FakeScheduler
 from quire.kserve import open_inference_pb2 as pb
 from quire.kserve import open_inference_pb2_grpc
 from quire.v1 import common_pb2
-from router.kserve.face import KServeServicer
-from rpc.channel import open_channel
+from router.kserve.api import KServeServicer
+from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor
 
 

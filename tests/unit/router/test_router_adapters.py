@@ -7,16 +7,16 @@ import pytest
 from router_fake_scheduler import LENGTH
 
 from quire.v1 import adapters_pb2, common_pb2
-from router.adapter_wire import (
+from router.domain import FinishReason, GenerateRequest, OutputFinished
+from router.operations.adapter_wire import (
     held_from_proto,
     held_to_proto,
     loaded_from_proto,
     loaded_to_proto,
 )
-from router.adapters import Adapters
-from router.domain import FinishReason, GenerateRequest, OutputFinished
+from router.operations.adapters import Adapters
 from rpc.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
-from rpc.operators import Operators
+from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
 

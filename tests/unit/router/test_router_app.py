@@ -9,9 +9,9 @@ from router_fake_scheduler import FakeScheduler
 
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.app import run_router
-from router.scheduler_link import SchedulerLink
+from router.schedulers.link import SchedulerLink
 from router.settings import RouterSettings
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 
 
 async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(

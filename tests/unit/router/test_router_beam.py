@@ -19,8 +19,8 @@ from router.domain import (
     StructuredOutput,
     Usage,
 )
-from router.validation import check_request
-from router.wire import event_to_proto, generate_request_from_proto
+from router.grpc.wire import event_to_proto, generate_request_from_proto
+from router.request.validation import check_request
 from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("tiny", 64, vocab_size=50, eos_token_ids=(1,), structured_output=True)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from router_tokenizers import byte_fallback_bpe, byte_level_bpe, metaspace_bpe
 from tokenizers import decoders, models
 
-from router.detokenizer import Detokenizer
-from router.token_table import token_table
+from router.text.detokenizer import Detokenizer
+from router.text.token_bytes import token_table
 
 BYTE_LEVEL = byte_level_bpe()
 BYTE_FALLBACK = byte_fallback_bpe()

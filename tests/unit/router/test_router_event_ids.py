@@ -9,13 +9,13 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from quire.v1 import scheduler_pb2
-from router.adapters import Adapters
 from router.domain import FinishReason, OutputDelta, OutputFinished, OutputReceived
-from router.openai.event_ids import StreamPosition, parse_event_id
-from router.openai.face import routes
+from router.http.api import routes
+from router.http.responses.event_ids import StreamPosition, parse_event_id
+from router.operations.adapters import Adapters
 from rpc.errors import InvalidArgumentError
-from rpc.operators import Operators
 from rpc.packing import pack_int32, pack_uint64
+from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
 

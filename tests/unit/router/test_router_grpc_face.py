@@ -15,7 +15,7 @@ from router_fake_scheduler import ERROR, LENGTH, MAX_MODEL_LEN, VOCAB_SIZE, Fake
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 from rpc.status import status_to_error
 
 

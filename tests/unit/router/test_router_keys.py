@@ -15,11 +15,11 @@ from keyed_router import ALICE, ALICE_2, BOB, OPERATOR, bearer, failure, keyed_s
 from yarl import URL
 
 from quire.client import AsyncClient
-from quire.types import SamplingParams
+from quire.client.types import SamplingParams
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, inference_pb2
-from router.api_keys import ApiKeysError, read_keys_file
+from router.access.api_keys import ApiKeysError, read_keys_file
 from router.settings import RouterSettings
-from rpc import logs
+from rpc.observe import logs
 from rpc.settings import parse_settings
 
 pytestmark = pytest.mark.timeout(120)

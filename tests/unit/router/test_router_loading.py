@@ -10,29 +10,29 @@ import tokenizers as hf_tokenizers
 from router_fake_scheduler import FakeScheduler
 
 from quire.v1 import loading_pb2
-from router import tokenizers as tokenizers_module
 from router.domain import FinishReason, GenerateRequest, OutputFinished
-from router.loading import Loading
-from router.loading_wire import (
+from router.operations.loading import Loading
+from router.operations.loading_wire import (
     progress_from_proto,
     progress_to_proto,
     unloaded_from_proto,
     unloaded_to_proto,
 )
-from router.scheduler_link import LinkConfig
-from router.scheduler_loading import SchedulerLoading
-from router.schedulers import Schedulers
-from router.tokenizer import load_tokenizer
-from router.tokenizers import Tokenizers
-from rpc.discovery import Discovery
+from router.schedulers.link import LinkConfig
+from router.schedulers.loading import SchedulerLoading
+from router.schedulers.pool import Schedulers
+from router.text import served_tokenizer as tokenizers_module
+from router.text.served_tokenizer import Tokenizers
+from router.text.tokenizer import load_tokenizer
 from rpc.errors import (
     FailedPreconditionError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
 )
-from rpc.health import Health
-from rpc.operators import Operators
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery
+from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 from router.domain import GenerateRequest
-from router.outbox import Outbox
+from router.schedulers.outbox import Outbox
 
 
 async def start(router):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from router.access.priority import with_precedence
 from router.domain import GenerateRequest, ModelInfo
-from router.precedence import with_precedence
-from router.validation import check_request
+from router.request.validation import check_request
 from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("m", max_model_len=64, vocab_size=100, eos_token_ids=())

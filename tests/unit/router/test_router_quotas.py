@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.quotas import Quota, Quotas, TokenBucket
+from router.access.quotas import Quota, Quotas, TokenBucket
 from rpc.errors import InvalidArgumentError, TooBusyError
 
 

@@ -8,9 +8,9 @@ import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
 from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
-from router.scheduler_link import LinkConfig, SchedulerLink
-from rpc import silence
+from router.schedulers.link import LinkConfig, SchedulerLink
 from rpc.errors import UnavailableError
+from rpc.peers import heartbeat as silence
 
 
 async def start(router, **kwargs):

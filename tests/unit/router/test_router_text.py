@@ -7,7 +7,7 @@ import pytest
 from router_fake_scheduler import MAX_MODEL_LEN
 
 from router.domain import GenerateRequest
-from router.model_text import MAX_QUESTIONS
+from router.text.model_text import MAX_QUESTIONS
 from rpc.errors import InvalidArgumentError, TooBusyError
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from router.chat_template import ChatTemplate
-from router.tokenizer import load_tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import load_tokenizer
 from rpc.errors import InvalidArgumentError
 
 MESSAGES = [{"role": "user", "content": "hi"}]

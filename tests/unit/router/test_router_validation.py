@@ -5,7 +5,7 @@ import math
 import pytest
 
 from router.domain import GenerateRequest, ModelInfo, SamplingParams
-from router.validation import check_request, settle_sampling
+from router.request.validation import check_request, settle_sampling
 from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("tiny", max_model_len=64, vocab_size=500, eos_token_ids=(1,))

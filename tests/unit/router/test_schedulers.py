@@ -9,18 +9,18 @@ import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
 from quire.v1 import kv_pb2
-from router import schedulers as schedulers_module
-from router.adapters import Adapters
 from router.domain import GenerateRequest, OutputDelta, ResumeRequest
-from router.inference import Inference
-from router.scheduler_link import LinkConfig
-from router.schedulers import Schedulers
-from router.tokenizer import load_tokenizer
-from router.tokenizers import Tokenizers
-from rpc.discovery import Discovery
+from router.operations.adapters import Adapters
+from router.request.inference import Inference
+from router.schedulers import pool as schedulers_module
+from router.schedulers.link import LinkConfig
+from router.schedulers.pool import Schedulers
+from router.text.served_tokenizer import Tokenizers
+from router.text.tokenizer import load_tokenizer
 from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
-from rpc.health import Health
-from rpc.operators import Operators
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery
+from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
 

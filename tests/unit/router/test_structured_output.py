@@ -6,7 +6,7 @@ import llguidance
 import pytest
 
 from router.domain import StructuredForm, StructuredOutput
-from router.structured_output import MAX_BYTES, to_grammar
+from router.text.grammar import MAX_BYTES, to_grammar
 from rpc.errors import InvalidArgumentError
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"

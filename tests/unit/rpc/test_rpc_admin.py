@@ -8,9 +8,9 @@ import pytest
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.admin import AdminServicer
-from rpc.channel import open_channel
 from rpc.errors import PermissionDeniedError
-from rpc.operators import Operators
+from rpc.peers.channel import open_channel
+from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
 

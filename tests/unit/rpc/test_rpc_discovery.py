@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from rpc.discovery import Discovery, DnsResolver, check_targets
+from rpc.peers.discovery import Discovery, DnsResolver, check_targets
 
 
 class FakeResolver:

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import health_service
-from rpc.channel import open_channel
 from rpc.grpc_server import Service
-from rpc.health import Health
+from rpc.health import service as health_service
+from rpc.health.state import Health
+from rpc.peers.channel import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 
 CHECK = health_pb2.HealthCheckRequest()
 

@@ -5,7 +5,7 @@ import pytest
 import structlog
 from opentelemetry import context as otel_context
 
-from rpc import logs, telemetry
+from rpc.observe import logs, telemetry
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

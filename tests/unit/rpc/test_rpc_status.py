@@ -9,8 +9,8 @@ import structlog
 from google.rpc import error_details_pb2, status_pb2
 
 from rpc import errors
-from rpc.channel import open_channel
 from rpc.grpc_server import Service
+from rpc.peers.channel import open_channel
 from rpc.status import DETAILS_KEY, calling, error_to_status, status_to_error
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -12,9 +12,9 @@ import pytest
 from opentelemetry import context as otel_context
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from rpc import telemetry
-from rpc.channel import open_channel
 from rpc.grpc_server import Service
+from rpc.observe import telemetry
+from rpc.peers.channel import open_channel
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"

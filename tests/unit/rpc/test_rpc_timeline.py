@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from rpc import timeline
+from rpc.observe import timeline
 
 RECORD = """
 import sys, threading, time

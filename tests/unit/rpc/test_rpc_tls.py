@@ -9,12 +9,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.channel import open_blocking_channel, open_channel
-from rpc.client_certificates import check_names
 from rpc.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from rpc.peers.channel import open_blocking_channel, open_channel
+from rpc.security.client_certificates import check_names
+from rpc.security.tls import ClientTls
 from rpc.settings import ProcessSettings, parse_settings
 from rpc.status import status_to_error
-from rpc.tls import ClientTls
 from tests.certificates import Authority
 
 CHECK = health_pb2.HealthCheckRequest()

@@ -6,8 +6,8 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link
 
-from rpc import telemetry
-from rpc.trace_sampling import sampler
+from rpc.observe import telemetry
+from rpc.observe.trace_sampling import sampler
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 
 from quire.v1 import recording_pb2
-from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError
-from scheduler_svc.core.eviction import Eviction
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo, WorkerInfo
-from scheduler_svc.recording import Recordings
-from scheduler_svc.replay import replay
-from scheduler_svc.wire.frames import MAGIC, read_frames, to_frame
+from scheduler_svc.journal.frames import MAGIC, read_frames, to_frame
+from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.replay import replay
 from tests.property.worker import SEARCH, FakeWorker
 
 CONFIG = SchedulerConfig(

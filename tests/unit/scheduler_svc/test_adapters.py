@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from rpc.errors import InvalidArgumentError, UnavailableError
-from scheduler_svc import adapters as adapters_module
-from scheduler_svc.adapters import Adapters
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter
+from scheduler_svc.operations import adapters as adapters_module
+from scheduler_svc.operations.adapters import Adapters
 
 OLD, NEW = (LoraAdapter("sql", digest * 32, "/sql") for digest in (b"o", b"n"))
 CHAT = LoraAdapter("chat", b"c" * 32, "/chat")

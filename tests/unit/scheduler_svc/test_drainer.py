@@ -8,7 +8,7 @@ from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import running_scheduler
 
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.channel import open_channel
+from rpc.peers.channel import open_channel
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,10 +7,10 @@ from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.request import Request
-from scheduler_svc.kept_requests import KeptRequests
-from scheduler_svc.request_ends import live_seq_keys
-from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.routers.fan_out import RouterStreams
+from scheduler_svc.routers.resumption import KeptRequests
 from scheduler_svc.wire.router import renamed_part
+from scheduler_svc.workers.request_ends import live_seq_keys
 
 GRACE_S = 10.0
 MIB = 1 << 20

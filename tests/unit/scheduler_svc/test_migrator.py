@@ -17,11 +17,11 @@ from rpc.errors import (
     UnavailableError,
 )
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.migrator import Migrator
+from scheduler_svc.observers.metrics import SchedulerMetrics
+from scheduler_svc.operations.migrator import Migrator
 from tests.property.oracle import Oracle, expected_output
 from tests.property.worker import FakeWorker
 

@@ -12,11 +12,11 @@ from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo, WorkerInfo
-from scheduler_svc.policy_report import describe_study
-from scheduler_svc.policy_study import SeqName, study
-from scheduler_svc.recording import Recordings
-from scheduler_svc.simulated_worker import Draw, SimulatedRow, SimulatedWorker
-from scheduler_svc.wire.frames import RecordingError
+from scheduler_svc.journal.frames import RecordingError
+from scheduler_svc.journal.policy_report import describe_study
+from scheduler_svc.journal.policy_study import SeqName, study
+from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
 
 STEP_S, TOKEN_S = 0.01, 0.001
 INFO = WorkerInfo("w", "none", ModelInfo("m", 128, 50, ()), 4, 32, 40, 4)

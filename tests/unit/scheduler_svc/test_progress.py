@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 from scheduler_requests import make_request
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.core.request import OutputSoFar
-from scheduler_svc.progress import Progress, SequencesAtWorker
+from scheduler_svc.workers.progress import Progress, SequencesAtWorker
 
 
 class TestProgress:

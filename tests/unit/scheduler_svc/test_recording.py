@@ -8,12 +8,12 @@ import pytest
 from recorded_runs import CONFIG, INFO, record, replay_bytes
 
 from quire.v1 import recording_pb2
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
-from scheduler_svc.core.successor import Successor
-from scheduler_svc.core_calls import End, RecordedPlan
-from scheduler_svc.recording import Recordings, RecordingScheduler
-from scheduler_svc.replay_report import describe
-from scheduler_svc.wire.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
+from scheduler_svc.journal.core_calls import End, RecordedPlan
+from scheduler_svc.journal.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
+from scheduler_svc.journal.record import Recordings, RecordingScheduler
+from scheduler_svc.journal.replay_report import describe
 
 
 @pytest.mark.parametrize("number", [0, 1, 50])

@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
-from rpc.discovery import Discovery
-from scheduler_svc.reign import next_epoch, wait_for_vacancy
+from rpc.peers.discovery import Discovery
+from scheduler_svc.workers.epoch import next_epoch, wait_for_vacancy
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):

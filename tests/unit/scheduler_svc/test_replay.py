@@ -24,10 +24,10 @@ from scheduler_svc.core.errors import (
     MigrationRefusedError,
 )
 from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core_calls import End
-from scheduler_svc.recording import Recordings
-from scheduler_svc.replay import replay
-from scheduler_svc.replay_report import describe, describe_plan
+from scheduler_svc.journal.core_calls import End
+from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.replay import replay
+from scheduler_svc.journal.replay_report import describe, describe_plan
 
 
 def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):

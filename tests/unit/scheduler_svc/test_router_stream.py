@@ -8,8 +8,8 @@ from scheduler_requests import make_request
 from quire.v1 import common_pb2, scheduler_pb2
 from rpc.errors import InvalidArgumentError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64
-from scheduler_svc.router_stream import RouterStream
-from scheduler_svc.router_streams import RouterStreams
+from scheduler_svc.routers.fan_out import RouterStreams
+from scheduler_svc.routers.stream import RouterStream
 
 
 def make_output(step_id, keys, tokens, **fields):

@@ -10,9 +10,9 @@ from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler
 
 from quire.v1 import adapters_pb2, scheduler_pb2
-from scheduler_svc import adapter_use, adapters
-from scheduler_svc.adapter_service import AdapterServicer
-from scheduler_svc.adapter_use import AdapterUse
+from scheduler_svc.operations import adapter_use, adapters
+from scheduler_svc.operations.adapter_service import AdapterServicer
+from scheduler_svc.operations.adapter_use import AdapterUse
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -36,7 +36,7 @@ async def test_drain_answers_the_steps_in_flight_and_leaves_the_rest_to_the_next
 async def test_drain_does_not_wait_for_a_worker_that_does_not_answer(
     folder, worker, connect, monkeypatch
 ):
-    monkeypatch.setattr("scheduler_svc.fleet._HAND_OVER_S", 0.05)
+    monkeypatch.setattr("scheduler_svc.workers.fleet._HAND_OVER_S", 0.05)
     async with running_scheduler(folder, [worker.target], drain_s=1000) as scheduler:
         router = await connect(scheduler.target)
         worker.pause()
@@ -71,7 +71,7 @@ async def test_what_nobody_claims_from_the_next_scheduler_keeps_nobody_waiting_f
     folder, worker, connect, monkeypatch
 ):
     """Though nothing else happens that would have the scheduler look."""
-    for module in ("session", "core.successor"):
+    for module in ("workers.session", "core.handover.takeover"):
         monkeypatch.setattr(f"scheduler_svc.{module}.REUNION_S", 0.2)
     worker.info.num_blocks = 8
     num_most = 8 * worker.info.block_size

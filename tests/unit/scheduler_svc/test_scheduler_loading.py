@@ -17,9 +17,9 @@ from quire.v1 import (
     loading_pb2_grpc,
     scheduler_pb2,
 )
-from scheduler_svc import loading as loading_module
-from scheduler_svc import served_model
-from scheduler_svc.worker_client import ADAPTER_TIMEOUT_S
+from scheduler_svc.operations import loading as loading_module
+from scheduler_svc.workers import served_model
+from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,22 +8,22 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_requests import make_request
 
-from rpc.health import Health
-from scheduler_svc import telemetry
+from rpc.health.state import Health
+from scheduler_svc.core.compact.defragment import DefragmentationReport
+from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.defragmenter import DefragmentationReport
-from scheduler_svc.core.fragmentation import Fragmentation, SpaceReport
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.core.successor import Successor
 from scheduler_svc.domain import DropSource, SubmitRequest
-from scheduler_svc.fleet import Fleet
-from scheduler_svc.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.placement import Placer
-from scheduler_svc.router_streams import RouterStreams
-from scheduler_svc.session import Session
-from scheduler_svc.space_metrics import SpaceCollector
-from scheduler_svc.space_watch import SpaceWatch
-from scheduler_svc.step_pacer import Pace
+from scheduler_svc.observers import spans as telemetry
+from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
+from scheduler_svc.observers.space_metrics import SpaceCollector
+from scheduler_svc.observers.space_watch import SpaceWatch
+from scheduler_svc.pacing.pacer import Pace
+from scheduler_svc.routers.fan_out import RouterStreams
+from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.placement import Placer
+from scheduler_svc.workers.session import Session
 
 
 class FakeLink:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import rpc.telemetry
-from rpc.telemetry import inject
+import rpc.observe.telemetry
+from rpc.observe.telemetry import inject
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import Admitted, Finished, StepOutcome
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.telemetry import SequenceSpans, WorkerSpans
+from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
@@ -31,7 +31,7 @@ def recorded(monkeypatch):
         assert start_s <= end_s
         spans.append((name, parent, end_s - start_s, attributes))
 
-    monkeypatch.setattr(rpc.telemetry, "record_span", record)
+    monkeypatch.setattr(rpc.observe.telemetry, "record_span", record)
     return spans
 
 

@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError
 from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
-from scheduler_svc.core.beam_search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.plan import Admitted, Finished, News, Pinned
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.domain import LoraAdapter, ModelInfo

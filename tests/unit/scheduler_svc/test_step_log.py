@@ -7,9 +7,9 @@ from scheduler_fake_worker import FakeWorker
 from scheduler_harness import running_scheduler
 
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.load import Queues
 from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.step_log import MAX_STEPS, StepLog
+from scheduler_svc.core.reports.load import Queues
+from scheduler_svc.observers.step_log import MAX_STEPS, StepLog
 
 NOTHING = np.array([], np.int32)
 TWO = np.array([4, 5], np.int32)

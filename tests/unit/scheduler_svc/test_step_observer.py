@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 from test_step_pacer import GPU, plan_of
 
-from scheduler_svc.core.load import Queues
-from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.step_observer import StepObserver
-from scheduler_svc.step_pacer import Pace
+from scheduler_svc.core.reports.load import Queues
+from scheduler_svc.observers.metrics import SchedulerMetrics
+from scheduler_svc.observers.step_observer import StepObserver
+from scheduler_svc.pacing.pacer import Pace
 
 
 def observer_after(*steps):

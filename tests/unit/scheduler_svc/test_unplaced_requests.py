@@ -2,10 +2,10 @@
 
 from scheduler_requests import make_request
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.domain import SubmitRequest
-from scheduler_svc.unplaced_requests import UnplacedRequests
+from scheduler_svc.workers.unplaced import UnplacedRequests
 
 
 class TestUnplacedRequests:

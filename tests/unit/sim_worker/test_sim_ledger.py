@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import BrokenInvariantError, Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
 from quire.v1 import common_pb2
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import StepOutcome

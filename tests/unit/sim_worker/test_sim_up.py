@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import layout
-from quire.cli.up_settings import UpSettings
+from quire.cli.up import layout
+from quire.cli.up.settings import UpSettings
 from rpc.settings import parse_settings
 
 

@@ -9,10 +9,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from gpu_worker.json_fields import ModelError
+from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_channel
 from rpc.packing import pack_int32, unpack_int32
+from rpc.peers.channel import open_channel
 from rpc.settings import parse_settings
 from sim_worker.app import find_vocabulary, run_sim_workers
 from sim_worker.draw import TokenSource, splitmix

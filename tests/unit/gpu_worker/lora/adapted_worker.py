@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gpu_worker.executor import Executor
-from gpu_worker.kv_layout import kv_dtypes
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layout import kv_dtypes
+from gpu_worker.loading.source import open_model
 from gpu_worker.lora.adapter_loading import load_adapter
-from gpu_worker.model_source import open_model
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
 from tests.lora_fixture import make_adapter, merge
 from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.json_fields import ModelError
+from gpu_worker.loading.source import open_model
 from gpu_worker.lora import adapter_loading
 from gpu_worker.lora.adapter_loading import load_adapter
-from gpu_worker.model_source import open_model
+from gpu_worker.weights.json_fields import ModelError
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import ModelDirs
 

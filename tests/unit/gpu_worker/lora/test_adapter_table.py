@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from gpu_worker.lora.adapter_table import AdapterTable
-from gpu_worker.rows import Rows
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.messages import Limits, NewRow, StepInput
+from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
     max_num_seqs=3,

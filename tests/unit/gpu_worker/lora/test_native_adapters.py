@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.loading.source import open_model
 from gpu_worker.lora.adapter_loading import load_adapter
 from gpu_worker.lora.step_adapters import StepAdapters, step_adapters
-from gpu_worker.model_source import open_model
-from gpu_worker.models.quantized_linear import Quantization
-from kernels.cpu import decoder
+from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native
-from kernels.cpu.native_inputs import NativeInputs
+from kernels.cpu.program import decoder
+from kernels.cpu.program.inputs import NativeInputs
 from tests.kernels.late_threads import LateThreads
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import ModelDirs

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.attention import AttentionMetadata
-from gpu_worker.kv_layout import kv_dtypes
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_config import ModelConfig
-from gpu_worker.model_runner import Decoder
-from gpu_worker.model_source import open_model
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layout import kv_dtypes
+from gpu_worker.loading.source import open_model
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.step.model_runner import Decoder
 from kernels import PAD_SLOT
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gpu_worker.models.linear import make_linear
+from gpu_worker.weights.linear import make_linear
 
 ROW_COUNTS = [1, 2, 3, 8, 17, 64]
 

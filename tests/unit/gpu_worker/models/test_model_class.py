@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.json_fields import ModelError
-from gpu_worker.model_source import open_model
-from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.loading.source import open_model
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,
@@ -94,8 +94,8 @@ def test_a_path_that_leads_to_no_model_is_named(model_dirs, path, problem):
 def test_native_families_need_no_transformers(model_dirs):
     program = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import pathlib; from gpu_worker.json_fields import ModelError\n"
-        "from gpu_worker.model_source import open_model\n"
+        "import pathlib; from gpu_worker.weights.json_fields import ModelError\n"
+        "from gpu_worker.loading.source import open_model\n"
         "open_model(pathlib.Path(sys.argv[1]))\n"
         "try: open_model(pathlib.Path(sys.argv[2]))\n"
         "except ModelError as error: print(error)\n"

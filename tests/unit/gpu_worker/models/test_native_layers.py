@@ -6,11 +6,11 @@ import struct
 import pytest
 import torch
 
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
-from kernels.cpu import decoder
 from kernels.cpu.library import native
-from kernels.cpu.native_inputs import NativeInputs
+from kernels.cpu.program import decoder
+from kernels.cpu.program.inputs import NativeInputs
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
 pytestmark = pytest.mark.skipif(

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.quantize import FORMS, write
-from gpu_worker.checkpoint import Piece
-from gpu_worker.json_fields import JsonFields, ModelError
-from gpu_worker.model_source import open_model
-from gpu_worker.models.packed_weight import (
+from gpu_worker.loading.source import open_model
+from gpu_worker.weights.checkpoint import Piece
+from gpu_worker.weights.json_fields import JsonFields, ModelError
+from gpu_worker.weights.packed_maps import PackedMaps
+from gpu_worker.weights.packed_weight import (
     cut_weight,
     dequantize_fp8,
     fp8_tensors,
@@ -20,9 +21,8 @@ from gpu_worker.models.packed_weight import (
     unpack_integers,
     unpack_words,
 )
-from gpu_worker.models.quantized_linear import Quantization, can_multiply, make_quantized_linear
-from gpu_worker.packed_maps import PackedMaps
-from gpu_worker.stored_format import (
+from gpu_worker.weights.quantized_linear import Quantization, can_multiply, make_quantized_linear
+from gpu_worker.weights.stored_format import (
     Fp8Format,
     IntegerFormat,
     Packing,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.host_pool import HostPool
-from gpu_worker.model_source import open_model
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.source import open_model
 from tests.unit.gpu_worker.models.paged_loop import (
     CPU,
     PagedLoop,

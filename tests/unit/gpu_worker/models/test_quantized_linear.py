@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.json_fields import ModelError
-from gpu_worker.model_source import open_model
-from gpu_worker.models.quantized_linear import (
+from gpu_worker.loading.source import open_model
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.quantized_linear import (
     Quantization,
     can_quantize,
     make_quantized_linear,

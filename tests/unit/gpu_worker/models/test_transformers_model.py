@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from gpu_worker.json_fields import ModelError
-from gpu_worker.model_source import open_model
-from gpu_worker.models import attention_calls, transformers_model
-from gpu_worker.models.attention_calls import AttentionOptions
-from gpu_worker.models.attention_masks import read_window
+from gpu_worker.loading.source import open_model
+from gpu_worker.models.fallback import attention_calls
+from gpu_worker.models.fallback import model as transformers_model
+from gpu_worker.models.fallback.attention_calls import AttentionOptions
+from gpu_worker.models.fallback.attention_masks import read_window
+from gpu_worker.weights.json_fields import ModelError
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.input_batch import build_input_batch
-from gpu_worker.kv_pool import KvPool
+from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
-from gpu_worker.rows import Rows, ScheduledRows
-from gpu_worker.step import Limits
+from gpu_worker.step.input_batch import build_input_batch
+from gpu_worker.step.messages import Limits
+from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import ops
-from kernels.cpu import decoder
 from kernels.cpu.library import native
+from kernels.cpu.program import decoder
 from tests.unit.gpu_worker.models.paged_loop import CPU, load
 
 BF16 = torch.bfloat16

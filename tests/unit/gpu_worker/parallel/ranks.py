@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, destroy_process_group
 
-from gpu_worker.executor import Executor
-from gpu_worker.kv_layout import kv_dtypes
-from gpu_worker.kv_pool import KvPool
-from gpu_worker.model_source import open_model
-from gpu_worker.models.quantized_linear import Quantization
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layout import kv_dtypes
+from gpu_worker.loading.source import open_model
 from gpu_worker.parallel.place import Place
 from gpu_worker.parallel.ranks import Ranks, find_store, open_store
-from gpu_worker.sampling_params import SamplingParams
-from gpu_worker.step import Limits, NewRow, StepInput
-from rpc import logs
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.messages import Limits, NewRow, StepInput
+from gpu_worker.weights.quantized_linear import Quantization
+from rpc.observe import logs
 
 ADDRESS = "127.0.0.1"
 NUM_TOKENS = 64

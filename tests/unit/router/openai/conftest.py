@@ -5,8 +5,8 @@ import pytest
 from aiohttp import web
 from openai_fakes import FakeAdapters, FakeInference
 
-from router.openai.face import routes
-from router.openai.web_pages import PageGuard
+from router.http.api import routes
+from router.http.web_pages import PageGuard
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
-from router.chat_template import ChatTemplate
 from router.domain import (
     Event,
     FinishReason,
@@ -19,8 +18,9 @@ from router.domain import (
     TokenLogprob,
     Usage,
 )
-from rpc import telemetry
+from router.text.chat_template import ChatTemplate
 from rpc.errors import InvalidArgumentError, NotFoundError
+from rpc.observe import telemetry
 
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.openai.web_pages import PageGuard
+from router.http.web_pages import PageGuard
 from rpc.errors import InvalidArgumentError, PermissionDeniedError
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -3,7 +3,7 @@ from contextlib import aclosing
 
 import pytest
 
-from router.openai.merge import merge
+from router.http.responses.merge import merge
 
 
 async def stream(*items):

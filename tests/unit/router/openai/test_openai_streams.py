@@ -8,7 +8,7 @@ import pytest
 from openai_fakes import delta, spell
 
 from router.domain import FinishReason, OutputFinished, Usage
-from router.openai import answer, sse
+from router.http.responses import answer, sse
 from rpc.errors import UnavailableError
 
 HELLO = [{"role": "user", "content": "Hello"}]

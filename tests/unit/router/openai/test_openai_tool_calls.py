@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.openai.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
+from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = ("add", {"a": 1, "b": "é"})

@@ -6,8 +6,8 @@ import openai
 import pytest
 from openai_fakes import spell
 
-from router.chat_template import ChatTemplate
 from router.domain import FinishReason, StructuredForm
+from router.text.chat_template import ChatTemplate
 from rpc.errors import InvalidArgumentError
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -3,9 +3,9 @@
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import News, StepOutcome, StepPlan
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 

@@ -6,9 +6,9 @@ from types import MappingProxyType
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 
 ROUTER = SourceId(0)

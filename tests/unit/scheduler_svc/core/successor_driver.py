@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.core.successor import Successor
 from tests.property.oracle import expected_output
 from tests.property.worker import SEARCH, FakeWorker
 

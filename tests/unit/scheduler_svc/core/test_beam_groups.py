@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import News, StepOutcome, StepPlan, ints
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus

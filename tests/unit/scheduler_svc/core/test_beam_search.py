@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler_svc.core.beam_search import BeamParams, BeamSearch, Candidates, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams, BeamSearch, Candidates, EarlyStopping
 
 END = 9
 

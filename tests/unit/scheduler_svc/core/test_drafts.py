@@ -4,8 +4,8 @@ import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
 from scheduler_svc.core.errors import DeadlineError
-from scheduler_svc.core.rates import Rates
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.tiers.rates import Rates
 
 K = 3
 PROMPT = [1, 2, 3, 4, 5]

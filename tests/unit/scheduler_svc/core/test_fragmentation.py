@@ -6,8 +6,8 @@ from core_driver import answer, make_core, schedule, submit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.fragmentation import Fragmentation, FragmentationLevel, measure
-from scheduler_svc.core.load import read_space
+from scheduler_svc.core.compact.fragmentation import Fragmentation, FragmentationLevel, measure
+from scheduler_svc.core.reports.load import read_space
 
 
 @given(st.lists(st.integers(0, 2), max_size=40))

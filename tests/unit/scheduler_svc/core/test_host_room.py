@@ -3,11 +3,11 @@
 import pytest
 from core_driver import answer, make_core, schedule, submit
 
-from scheduler_svc.core.block_pool import DeviceBlockId, DiskBlockId
+from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.plan_builder import PlanDraft
 from scheduler_svc.core.sequence import SeqStatus
 
 

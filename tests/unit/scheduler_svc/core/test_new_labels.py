@@ -1,6 +1,6 @@
 """Names of blocks, on their way to the worker."""
 
-from scheduler_svc.core.new_labels import NewLabels
+from scheduler_svc.core.handover.labels import NewLabels
 
 
 def test_what_a_step_computes_is_told_with_the_one_after_it():

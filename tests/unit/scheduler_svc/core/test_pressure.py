@@ -3,7 +3,7 @@
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
 
-from scheduler_svc.core.beam_search import BeamParams
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.pressure import MemoryLevel, Pressure
 

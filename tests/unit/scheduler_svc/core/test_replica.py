@@ -5,8 +5,8 @@ import pytest
 
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import MigrationRefusedError
+from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.replica import Replica
 from scheduler_svc.core.request import SeqKey
 from scheduler_svc.core.sequence import SeqStatus
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, chunks, new, schedule, submit

@@ -16,12 +16,12 @@ from core_driver import (
     submit,
 )
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash
-from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.blocks import DeviceBlockId
+from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.host_room import HostRoom
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
+from scheduler_svc.core.tiers.host_room import HostRoom
 
 
 def make_spilled(**overrides):

@@ -13,10 +13,10 @@ from successor_driver import (
     num_outputs,
 )
 
-from scheduler_svc.core.holdings import Holdings, identity
+from scheduler_svc.core.handover.holdings import Holdings, identity
+from scheduler_svc.core.handover.takeover import REUNION_S, Successor
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.core.successor import REUNION_S, Successor
 from tests.property.oracle import expected_output
 from tests.property.worker import log_of
 

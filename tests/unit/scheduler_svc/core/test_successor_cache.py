@@ -3,8 +3,8 @@
 import numpy as np
 from successor_driver import PROMPT, SEARCHES, Pair, long_request, make_request
 
-from scheduler_svc.core.block_hash import extend_chain, root_hash
-from scheduler_svc.core.successor import REUNION_S
+from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from scheduler_svc.core.handover.takeover import REUNION_S
 
 
 def test_the_prefix_cache_is_as_it_was():

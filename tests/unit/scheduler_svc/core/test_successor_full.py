@@ -9,8 +9,8 @@ import pytest
 from successor_driver import Pair, assert_all_heard, lengths, make_request
 
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.request import OutputSoFar
-from scheduler_svc.core.successor import REUNION_S
 
 CRAMPED = {"num_blocks": 20, "num_host_blocks": 64, "max_swap_blocks": 4}
 

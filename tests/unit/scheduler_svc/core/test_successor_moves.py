@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.core.successor import Successor
 from tests.property.oracle import expected_output
 from tests.property.worker import FakeWorker
 

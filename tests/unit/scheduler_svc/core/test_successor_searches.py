@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from successor_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request
 
-from scheduler_svc.core.beam_search import BeamParams
-from scheduler_svc.core.successor import Successor
+from scheduler_svc.core.beams.search import BeamParams
+from scheduler_svc.core.handover.takeover import Successor
 from tests.property.beams import expected_search
 
 

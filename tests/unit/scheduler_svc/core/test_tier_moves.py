@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.block_pool import DeviceBlockId
+from scheduler_svc.core.blocks import DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.host_tier import HostTier
 from scheduler_svc.core.plan import StepId, StepOutcome
-from scheduler_svc.core.plan_draft import PlanDraft
+from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.tiers.host_tier import HostTier
 
 HASH, OTHER = bytes([1]) * 32, bytes([2]) * 32
 

@@ -1,0 +1,128 @@
+"""The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
+
+Symbols: `B` blocks, those that the pool could be resized to included, `P` block size (token slots),
+`HKV` kv heads, `D` head dim, `Y` bytes of a block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.kv.layout import KvDtypes, Side, block_layout
+from gpu_worker.memory.elastic import ElasticMemory
+from gpu_worker.models.config import ModelConfig
+from kernels import ops
+from kernels.kv_formats import SCALE_DTYPE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cache:
+    """The keys, or the values, of one layer: views of the blocks."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class KvPool:
+    """Key and value memory of `num_blocks` blocks; block numbers are [0, num_blocks).
+
+    Block-major, so that moving a block is one contiguous transfer; `kv_layout.py` says what a block
+    holds where. The pool gives out no block and knows no owner; whoever writes obeys the
+    scheduler's block numbers. It changes by `store_kv` through the views and by `copy`.
+
+    Over elastic memory it can be resized. The views are of all blocks that there may ever be, so
+    that they stay as they are; those from `num_blocks` on must not be read or written.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtypes: KvDtypes,
+        device: torch.device,
+        memory: ElasticMemory | None = None,
+    ) -> None:
+        """Allocate it zeroed: an unwritten slot may be read and multiplied by 0.
+
+        Args:
+            config: of the model, or its part that is here.
+            num_blocks: at first.
+            block_size: token slots.
+            dtypes: what K and V are stored in.
+            device: where.
+            memory: `num_blocks` blocks of it, on that device; None: memory of a fixed size.
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.layout = block_layout(config, block_size, dtypes)
+        self.block_bytes = self.layout.block_bytes
+        self._memory = memory
+        if memory is None:
+            self._blocks = torch.zeros(  # [B, Y]
+                num_blocks, self.block_bytes, dtype=torch.uint8, device=device
+            )
+        else:
+            max_blocks = len(memory.bytes) // self.block_bytes
+            whole = memory.bytes[: max_blocks * self.block_bytes]
+            self._blocks = whole.view(max_blocks, self.block_bytes)
+        slots = (block_size, config.num_kv_heads)
+        self._keys = tuple(self._cache(side, slots, config.head_dim) for side in self.layout.keys)
+        self._values = tuple(
+            self._cache(side, slots, config.head_dim) for side in self.layout.values
+        )
+
+    def key_cache(self, layer: int) -> torch.Tensor:
+        """The keys of one layer: a strided view `[B, P, HKV, D]`."""
+        return self._keys[layer].numbers
+
+    def value_cache(self, layer: int) -> torch.Tensor:
+        """The values of one layer: a strided view `[B, P, HKV, D]`."""
+        return self._values[layer].numbers
+
+    def key_scales(self, layer: int) -> torch.Tensor | None:
+        """What the keys of one layer are to be multiplied by: a strided view `[B, P, HKV]`.
+
+        None: the layer is not quantized.
+        """
+        return self._keys[layer].scales
+
+    def value_scales(self, layer: int) -> torch.Tensor | None:
+        """As `key_scales`, of the values."""
+        return self._values[layer].scales
+
+    @property
+    def blocks_as_bytes(self) -> torch.Tensor:
+        """All blocks, as moving them sees them: a view uint8[B, Y]."""
+        return self._blocks
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks, at least 1; those that come are zero, those that go are lost.
+
+        Raises:
+            OutOfMemoryError: There is no room; nothing has changed.
+        """
+        assert self._memory is not None, "the pool's size is fixed"
+        self._memory.resize(num_blocks * self.block_bytes)
+        self.num_blocks = num_blocks
+
+    def close(self) -> None:
+        """Give elastic memory back, whoever still has views of it; none may be used any more."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy whole blocks `src` to `dst`, as if every read came before every write.
+
+        Args:
+            src: int64[N] block numbers, on the pool's device.
+            dst: int64[N] block numbers, parallel to `src`, each at most once.
+        """
+        ops.copy_blocks(self._blocks, src, dst)
+
+    def _cache(self, side: Side, slots: tuple[int, int], head_dim: int) -> _Cache:
+        numbers = self._blocks[:, side.numbers].view(side.dtype).view(-1, *slots, head_dim)
+        if side.scales is None:
+            return _Cache(numbers, None)
+        return _Cache(numbers, self._blocks[:, side.scales].view(SCALE_DTYPE).view(-1, *slots))

@@ -1,0 +1,245 @@
+"""The disk tier of KV memory: moves between host and disk blocks, made by threads of its own.
+
+Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import structlog
+
+from gpu_worker import metrics
+from gpu_worker.kv.codecs.records import Bytes, RecordCodec
+from gpu_worker.kv.disk_file import DiskFile
+from gpu_worker.step.messages import Int32Array
+
+_NUM_STORING, _NUM_LOADING = 2, 4
+"""Threads. Loads have more, because somebody waits for them; and their own, so that none ever waits
+behind a store."""
+_STAGING_BYTES = 256 * 1024**2
+_MAX_WAIT_S = 0.25
+"""How long the stores of a step wait for room in the staging area, all together."""
+
+_Work: TypeAlias = Callable[[int, int], int]
+"""Moves from a source to a target; returns the bytes that the disk read or wrote."""
+
+_log = structlog.get_logger()
+
+
+class _Kind(StrEnum):
+    STORE = auto()
+    LOAD = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Move:
+    kind: _Kind
+    target: int
+    """Disk block of a store, host block of a load."""
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskEnds:
+    """Moves that have ended, by where they went to; all int32."""
+
+    stored: Int32Array
+    """Disk blocks."""
+    failed_stores: Int32Array
+    loaded: Int32Array
+    """Host blocks."""
+    failed_loads: Int32Array
+
+
+_NONE = np.empty(0, np.int32)
+NO_ENDS = DiskEnds(_NONE, _NONE, _NONE, _NONE)
+
+
+class DiskPool:
+    """Disk blocks [0, num_blocks). One thread calls everything here; it knows no owner.
+
+    What a store reads is copied at the call to a staging area of bounded size. A step's stores wait
+    a little for room there: a burst is worth it. Then they fail: it loses a cached block or has a
+    sequence recompute, where a disk that cannot keep up would hold up all sequences.
+    """
+
+    def __init__(
+        self, host_blocks: Bytes, num_blocks: int, directory: Path, codec: RecordCodec | None = None
+    ) -> None:
+        """Make the file.
+
+        Args:
+            host_blocks: uint8[BH, E]: the memory of the host's blocks.
+            num_blocks: BD.
+            directory: Where the file has its room.
+            codec: How the disk holds them; None: as the host does.
+
+        Raises:
+            OSError: no file can be made there.
+        """
+        self.num_blocks = num_blocks
+        self._host_blocks = host_blocks
+        self._block_bytes = host_blocks.shape[1]
+        self._file = DiskFile(num_blocks, self._block_bytes, directory, codec)
+        num_staged = max(_NUM_STORING, _STAGING_BYTES // self._block_bytes)
+        num_staged = min(num_staged, num_blocks)
+        self._staging = np.empty((num_staged, self._block_bytes), np.uint8)
+        self._free_staging: queue.SimpleQueue[int]
+        self._free_all_staging()
+        self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
+        self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
+        self._lock = threading.Lock()
+        """Of the two below, which the threads change too."""
+        self._under_way: dict[_Move, Future[None]] = {}
+        """In the order of their steps."""
+        self._ended: list[tuple[_Move, bool]] = []
+        """And whether it ended well."""
+        self._told: set[_Kind] = set()
+
+    def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
+        """Start storing host blocks `src`, as they are now, in disk blocks `dst`.
+
+        Args:
+            src: int32[N] host blocks that nobody writes during the call.
+            dst: int32[N] disk blocks, parallel to `src`, none of which is being moved.
+            step_id: At least that of the call before.
+        """
+        deadline_s = time.monotonic() + _MAX_WAIT_S
+        for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
+            move = _Move(_Kind.STORE, disk_block, step_id)
+            self._file.forget(disk_block)
+            try:
+                wait_s = max(0.0, deadline_s - time.monotonic())
+                place = self._free_staging.get(timeout=wait_s)
+            except queue.Empty:
+                self._warn_once(_Kind.STORE, TimeoutError("the disk cannot keep up"))
+                self._end(move, is_good=False)
+                continue
+            np.copyto(self._staging[place], self._host_blocks[host_block])
+            self._start(self._storing, move, self._write, place, disk_block)
+
+    def load(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
+        """Start loading disk blocks `src` to host blocks `dst`.
+
+        Args:
+            src: int32[N] disk blocks.
+            dst: int32[N] host blocks, parallel to `src`, that nobody uses until the load has ended.
+            step_id: At least that of the call before.
+        """
+        for disk_block, host_block in zip(src.tolist(), dst.tolist(), strict=True):
+            move = _Move(_Kind.LOAD, host_block, step_id)
+            self._start(self._loading, move, self._read, disk_block, host_block)
+
+    def has_news(self, step_id: int) -> bool:
+        """Whether a move of that step or an earlier one has ended and was not taken."""
+        with self._lock:
+            return any(move.step_id <= step_id for move, _ in self._ended)
+
+    def is_busy(self, step_id: int) -> bool:
+        """Whether a move of that step or an earlier one is under way."""
+        with self._lock:
+            oldest = next(iter(self._under_way), None)
+        return oldest is not None and oldest.step_id <= step_id
+
+    def take_ended(self, step_id: int) -> DiskEnds:
+        """Give the moves of that step and earlier ones that have ended since the last call."""
+        if not self._ended:  # as in most steps
+            return NO_ENDS
+        with self._lock:
+            taken = [each for each in self._ended if each[0].step_id <= step_id]
+            self._ended = [each for each in self._ended if each[0].step_id > step_id]
+
+        def targets(kind: _Kind, *, good: bool) -> Int32Array:
+            chosen = [m.target for m, is_good in taken if m.kind is kind and is_good == good]
+            return np.array(chosen, np.int32)
+
+        return DiskEnds(
+            stored=targets(_Kind.STORE, good=True),
+            failed_stores=targets(_Kind.STORE, good=False),
+            loaded=targets(_Kind.LOAD, good=True),
+            failed_loads=targets(_Kind.LOAD, good=False),
+        )
+
+    def synchronize(self) -> None:
+        """Wait until all moves have ended."""
+        with self._lock:
+            futures = tuple(self._under_way.values())
+        wait(futures)
+
+    def drain(self) -> None:
+        """Forget all moves: those that have not begun never do, those that have are waited for.
+
+        Afterwards no thread touches a block of any kind.
+        """
+        with self._lock:
+            futures = tuple(self._under_way.values())
+        for future in futures:
+            future.cancel()
+        self.synchronize()
+        self._under_way.clear()
+        self._ended.clear()
+        self._free_all_staging()
+
+    def _free_all_staging(self) -> None:
+        self._free_staging = queue.SimpleQueue()
+        for place in range(len(self._staging)):
+            self._free_staging.put(place)
+
+    def forget_cached_pages(self) -> None:
+        """Have the next loads come from the disk and not from the system's memory."""
+        self._file.forget_cached_pages()
+
+    def close(self) -> None:
+        """Drain, and give the file up; nothing may be called afterwards."""
+        self.drain()
+        self._storing.shutdown()
+        self._loading.shutdown()
+        self._file.close()
+
+    def _start(
+        self, threads: ThreadPoolExecutor, move: _Move, work: _Work, source: int, target: int
+    ) -> None:
+        with self._lock:  # so that it is entered before it can end
+            self._under_way[move] = threads.submit(self._run, move, work, source, target)
+
+    def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
+        """Make a move, in one of the threads."""
+        try:
+            start_s = time.perf_counter()
+            num_bytes = work(source, target)
+        except Exception as error:  # noqa: BLE001 - whatever the system or a codec may raise
+            self._warn_once(move.kind, error)
+            self._end(move, is_good=False)
+        else:
+            direction = "out" if move.kind is _Kind.STORE else "in"
+            metrics.count_transfer("disk", direction, num_bytes, time.perf_counter() - start_s)
+            self._end(move, is_good=True)
+
+    def _end(self, move: _Move, *, is_good: bool) -> None:
+        with self._lock:
+            self._under_way.pop(move, None)  # it is not there if it never began
+            self._ended.append((move, is_good))
+        metrics.DISK_MOVES.labels(move.kind, "done" if is_good else "failed").inc()
+
+    def _write(self, place: int, disk_block: int) -> int:
+        try:
+            return self._file.write(disk_block, self._staging[place])
+        finally:
+            self._free_staging.put(place)
+
+    def _read(self, disk_block: int, host_block: int) -> int:
+        return self._file.read(disk_block, self._host_blocks[host_block])
+
+    def _warn_once(self, kind: _Kind, problem: Exception) -> None:
+        """Log the first failure of a kind; a full disk has thousands, which are counted."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("a KV block was lost at the disk", move=kind, problem=str(problem))

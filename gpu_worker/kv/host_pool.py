@@ -1,0 +1,273 @@
+"""The host tier of KV memory: blocks beside the device's, and the copies between the two.
+
+Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of it in the host: Y,
+or fewer if a codec makes it smaller.
+
+On CUDA the copies run on two streams of their own, one for each direction (`copy_streams.py`), and
+the stream that computes waits for what it must. It may overwrite the blocks that are swapped out:
+so it gathers them first, beside the pool, where they wait for the link; and only if there are too
+many for that it waits itself. For swap-ins it waits one step later. On a CPU all copies are done
+when the call returns.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from isal import isal_zlib
+
+from gpu_worker import metrics
+from gpu_worker.kv.codecs.quantized import QuantizedCodec
+from gpu_worker.kv.copy_streams import CopyStreams
+from gpu_worker.kv.transfer_meter import TransferMeter
+from gpu_worker.memory.pinned import pinned_bytes
+from gpu_worker.step.messages import Int32Array
+from gpu_worker.step.upload import upload
+from kernels import ops
+
+_CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
+"""How much is encoded or decoded at once, by device: several times as much lies beside the pools
+meanwhile, on a CPU best in its caches."""
+STAGING_BYTES = 64 * 1024**2
+"""On a GPU, for what is on its way to the host: about a millisecond of the link."""
+
+
+class HostPool:
+    """Host blocks [0, num_blocks), pinned if the device is a GPU. One thread calls everything here.
+
+    Like `KvPool` it knows no owner. Calls take effect in the order made, and between the steps'
+    computations: `begin_step` and `swap_out` before what the step computes is launched.
+    """
+
+    def __init__(
+        self,
+        device_blocks: torch.Tensor,
+        num_blocks: int,
+        *,
+        codec: QuantizedCodec | None = None,
+        has_checksums: bool = False,
+        streams: CopyStreams | None = None,
+    ) -> None:
+        """Allocate it.
+
+        Args:
+            device_blocks: uint8[B, Y], contiguous: the memory of the device's blocks.
+            num_blocks: Host blocks.
+            codec: How the host holds them; None: as the device does, bit for bit.
+            has_checksums: Whether a swap-in of a block that has changed since its swap-out fails.
+            streams: What orders the copies; None: what the device needs.
+        """
+        self.num_blocks = num_blocks
+        self._codec = codec
+        self._device_blocks = device_blocks
+        block_bytes = device_blocks.shape[1]
+        self._max_coded = max(1, _CODED_BYTES[device_blocks.device.type] // block_bytes)
+        record_bytes = block_bytes if codec is None else codec.record_bytes
+        if device_blocks.is_cuda and num_blocks:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            pinned = pinned_bytes(num_blocks * record_bytes, runtime)
+            self._host_blocks = pinned.view(num_blocks, record_bytes)  # [BH, E]
+        else:
+            self._host_blocks = torch.zeros(num_blocks, record_bytes, dtype=torch.uint8)
+        self._streams = streams
+        if streams is None and device_blocks.is_cuda:
+            self._streams = CopyStreams(device_blocks.device)
+        self._staging: torch.Tensor | None = None  # [*, Y]
+        if self._streams is not None and codec is None:
+            num_staged = min(num_blocks, STAGING_BYTES // block_bytes)
+            self._staging = device_blocks.new_empty(num_staged, block_bytes)
+        self._checksums: dict[int, int] | None = {} if has_checksums else None
+        self._is_loading = False
+        self._meter = TransferMeter(is_cuda=device_blocks.is_cuda)
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """uint8[BH, E]: a view, for the tier below; `synchronize` comes before each use."""
+        blocks: npt.NDArray[np.uint8] = self._host_blocks.numpy()
+        return blocks
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a swap-in can fail."""
+        return self._checksums is not None
+
+    def begin_step(self) -> None:
+        """Let everything from here on see what the steps before have swapped in."""
+        if self._streams is not None and self._is_loading:
+            self._is_loading = False
+            self._streams.end_loading()
+        self._meter.count_ended()
+
+    def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
+        """Copy device blocks `src` to host blocks `dst`, as computed by the steps before.
+
+        Args:
+            src: int32[N] device blocks.
+            dst: int32[N] host blocks, parallel to `src`, each at most once.
+        """
+        if self._staging is not None and len(src) <= len(self._staging):
+            self._store_staged(src, dst, self._staging[: len(src)])
+        else:
+            with self._storing(), self._meter.measure("out", self._held_bytes(src)):
+                if self._codec is None:
+                    _copy_runs(self._device_blocks, src, self._host_blocks, dst)
+                else:
+                    self._encode(self._codec, src, dst)
+        self._remember(dst)
+
+    def swap_in(self, src: Int32Array, dst: Int32Array) -> Int32Array:
+        """Copy host blocks `src` to device blocks `dst`; there from the next `begin_step` on.
+
+        Args:
+            src: int32[N] host blocks, as swapped out by earlier steps, or accepted.
+            dst: int32[N] device blocks, parallel to `src`, each at most once.
+
+        Returns:
+            int32[F]: those of `dst` that were not copied, because their source has changed.
+        """
+        if not len(src):
+            return dst
+        self._is_loading = True
+        is_intact = np.ones(len(src), np.bool_)
+        if self._checksums is not None:
+            self._await_stores()
+            for i, block in enumerate(src.tolist()):
+                is_intact[i] = self._checksums.get(block) == self._checksum(block)
+        good_src, good_dst = src[is_intact], dst[is_intact]
+        with self._loading(), self._meter.measure("in", self._held_bytes(good_src)):
+            if self._codec is None:
+                _copy_runs(self._host_blocks, good_src, self._device_blocks, good_dst)
+            else:
+                self._decode(self._codec, good_src, good_dst)
+        return dst[~is_intact]
+
+    def accept(self, blocks: Int32Array) -> None:
+        """Take int32[N] host blocks for good that somebody else has written."""
+        self._remember(blocks)
+
+    def read(self, block_ids: Int32Array) -> bytes | None:
+        """Return what int32[N] host blocks hold; None: one has changed since it was written."""
+        self.synchronize()
+        if self._checksums is not None:
+            for block in block_ids.tolist():
+                if self._checksums.get(block) != self._checksum(block):
+                    return None
+        return self._host_blocks.numpy()[block_ids].tobytes()
+
+    def write(self, block_ids: Int32Array, content: bytes) -> None:
+        """Fill int32[N] host blocks, each once, with contents that `read` returned."""
+        self.synchronize()
+        blocks = self._host_blocks.numpy()
+        blocks[block_ids] = np.frombuffer(content, np.uint8).reshape(len(block_ids), -1)
+        self._remember(block_ids)
+
+    def synchronize(self) -> None:
+        """Wait until all copies are done."""
+        if self._streams is not None:
+            self._streams.synchronize()
+
+    def _store_staged(self, src: Int32Array, dst: Int32Array, staging: torch.Tensor) -> None:
+        """Gather the blocks, and store them from there while the device goes on."""
+        assert self._streams is not None, "it has staging"
+        self._streams.begin_staging()
+        order = np.argsort(dst)  # so that runs are those of the host's blocks alone
+        ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
+        with (
+            self._streams.storing_staged(),
+            self._meter.measure("out", self._held_bytes(dst)),
+        ):
+            numbers = np.arange(len(dst), dtype=np.int32)
+            _copy_runs(staging, numbers, self._host_blocks, dst[order])
+
+    def _encode(self, codec: QuantizedCodec, src: Int32Array, dst: Int32Array) -> None:
+        start_s = time.perf_counter()
+        for first in range(0, len(src), self._max_coded):
+            part = slice(first, first + self._max_coded)
+            encoded = codec.encode(self._device_blocks[self._on_device(src[part])])
+            numbers = np.arange(len(encoded), dtype=np.int32)
+            _copy_runs(encoded, numbers, self._host_blocks, dst[part])
+        self._count(codec, "encode", len(src), start_s)
+
+    def _decode(self, codec: QuantizedCodec, src: Int32Array, dst: Int32Array) -> None:
+        start_s = time.perf_counter()
+        for first in range(0, len(src), self._max_coded):
+            part = slice(first, first + self._max_coded)
+            numbers = np.arange(len(src[part]), dtype=np.int32)
+            encoded = torch.empty(  # [len(numbers), E]
+                len(numbers),
+                codec.record_bytes,
+                dtype=torch.uint8,
+                device=self._device_blocks.device,
+            )
+            _copy_runs(self._host_blocks, src[part], encoded, numbers)
+            self._device_blocks[self._on_device(dst[part])] = codec.decode(encoded)
+        self._count(codec, "decode", len(src), start_s)
+
+    def _count(
+        self, codec: QuantizedCodec, direction: str, num_blocks: int, start_s: float
+    ) -> None:
+        seconds = time.perf_counter() - start_s if self._streams is None else 0.0
+        sizes = (num_blocks * self._device_blocks.shape[1], num_blocks * codec.record_bytes)
+        metrics.count_coded("host", codec.name, direction, *sizes, seconds)
+
+    def _on_device(self, blocks: Int32Array) -> torch.Tensor:
+        (on_device,) = upload([blocks.astype(np.int64)], self._device_blocks.device)
+        return on_device
+
+    def _held_bytes(self, blocks: Int32Array) -> int:
+        return len(blocks) * self._host_blocks.shape[1]
+
+    def _storing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._streams is None else self._streams.storing()
+
+    def _loading(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._streams is None else self._streams.loading()
+
+    def _remember(self, blocks: Int32Array) -> None:
+        if self._checksums is not None:
+            self._await_stores()
+            for block in blocks.tolist():
+                self._checksums[block] = self._checksum(block)
+
+    def _await_stores(self) -> None:
+        """Wait until the host's memory holds what was swapped out."""
+        if self._streams is not None:
+            self._streams.await_stores()
+
+    def _checksum(self, block: int) -> int:
+        return isal_zlib.crc32(self._host_blocks[block].numpy())  # 6 x as fast as zlib's
+
+
+def _copy_runs(
+    source: torch.Tensor, src: Int32Array, target: torch.Tensor, dst: Int32Array
+) -> None:
+    """Copy rows `src` of `source` to rows `dst` of `target`, one copy for each run."""
+    if source.is_cuda or target.is_cuda:
+        for first_src, first_dst, count in runs(src, dst):
+            what = source[first_src : first_src + count]
+            target[first_dst : first_dst + count].copy_(what, non_blocking=True)
+        return
+    # memcpy; what torch does around each copy takes as long as that of a small block.
+    sources, targets = source.numpy(), target.numpy()
+    for first_src, first_dst, count in runs(src, dst):
+        into = targets[first_dst : first_dst + count]
+        np.copyto(into, sources[first_src : first_src + count])
+
+
+def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:
+    """Yield (first source, first target, count) of the longest runs of consecutive pairs.
+
+    Pairs may come in any order: no target is twice, so their order makes no difference.
+    """
+    if not len(src):
+        return
+    order = np.argsort(src, kind="stable")
+    src, dst = src[order], dst[order]
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    counts = np.diff(np.append(starts, len(src)))
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        yield int(src[start]), int(dst[start]), count

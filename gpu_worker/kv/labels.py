@@ -1,0 +1,234 @@
+"""The labels of the blocks of every tier: what the scheduler has named, followed wherever it goes.
+
+A label is a fact about a block's bytes. It is copied where they are copied and gone when they are
+written, so that no label can be wrong as long as the scheduler has named the block rightly, once. A
+device block whose bytes are known to be wrong is *void*: it takes no label until it is written
+anew from its first slot, or copied over.
+
+Nothing here is a wait: what a GPU copies later, in the order of its stream, counts as copied.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.kv.label_pins import LabelPins
+from gpu_worker.service.holdings import HeldBlocks, Holdings, Labels
+from gpu_worker.step.messages import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
+from gpu_worker.step.rows import Rows, ScheduledRows
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+class TierLabels:
+    """The labels of one tier's blocks, and in which order they were given."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._labels = np.zeros((num_blocks, LABEL_BYTES), np.uint8)
+        self._ages = np.zeros(num_blocks, np.int64)
+        """When each was given, as the caller counts; 0: it has none."""
+
+    def give(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
+        """Label int32[N] blocks; an age of 0 takes the label away. Of two for one block the later.
+
+        Args:
+            blocks: int32[N].
+            labels: uint8[N, 32].
+            ages: int64[N].
+        """
+        self._labels[blocks] = labels
+        self._ages[blocks] = ages
+
+    def of(self, blocks: Int32Array) -> tuple[Labels, Int64Array]:
+        """Copies of the labels and ages of int32[N] blocks, as `give` takes them."""
+        return self._labels[blocks], self._ages[blocks]
+
+    def take(self, blocks: Int32Array | Int64Array) -> None:
+        """Leave int32[N] blocks without a label."""
+        self._ages[blocks] = 0
+
+    def take_equal(self, labels: Labels) -> None:
+        """Leave every block that has one of uint8[N, 32] labels without it."""
+        wrong = {label.tobytes() for label in labels}
+        named = np.flatnonzero(self._ages)
+        is_wrong = [label.tobytes() in wrong for label in self._labels[named]]
+        self._ages[named[np.array(is_wrong, np.bool_)]] = 0
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks; those that come have no label."""
+        self._labels = _resized(self._labels, num_blocks)
+        self._ages = _resized(self._ages, num_blocks)
+
+    def clear(self) -> None:
+        """Leave all blocks without labels."""
+        self._ages[:] = 0
+
+    def held(self) -> HeldBlocks:
+        """The labelled blocks."""
+        named = np.flatnonzero(self._ages)
+        blocks = named[np.argsort(self._ages[named], kind="stable")].astype(np.int32)
+        return HeldBlocks(blocks, self._labels[blocks])
+
+
+class BlockLabels:
+    """The labels of all tiers. `apply` is called once per step, in order, after `Rows.apply`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.device = TierLabels(limits.num_blocks)
+        self.host = TierLabels(limits.num_host_blocks)
+        self.disk = TierLabels(limits.num_disk_blocks)
+        self._pins = LabelPins(limits.num_blocks)
+        self._block_size = limits.block_size
+        self._is_void = np.zeros(limits.num_blocks, np.bool_)
+        self._num_given = 0
+        # By target, what disk moves under way will bring.
+        self._stores: dict[int, tuple[Labels, Int64Array]] = {}
+        self._loads: dict[int, int] = {}
+
+    def apply(self, step: StepInput, rows: Rows, scheduled: ScheduledRows) -> None:
+        """Follow a step: what it names, what it moves, what it writes; moves do not fail here."""
+        self._name(step.labelled_block_ids, step.labels)
+        self._pins.pin(step.pins)
+        self._begin_disk_moves(step)
+        if len(step.swap_out_src_block_ids):
+            self.host.give(
+                step.swap_out_dst_block_ids, *self.device.of(step.swap_out_src_block_ids)
+            )
+        if len(step.swap_in_src_block_ids):
+            self.device.give(step.swap_in_dst_block_ids, *self.host.of(step.swap_in_src_block_ids))
+            self._is_void[step.swap_in_dst_block_ids] = False
+        if len(src := step.copy_src_block_ids):
+            self.device.give(step.copy_dst_block_ids, *self.device.of(src))
+            self._is_void[step.copy_dst_block_ids] = self._is_void[src]
+        self._write(rows, scheduled)
+
+    def holdings(self, rows: Rows) -> Holdings:
+        """All that the next scheduler is told of, once all results have arrived."""
+        return Holdings(
+            rows.held(self.has_void),
+            self.device.held(),
+            self.host.held(),
+            self.disk.held(),
+            self._pins.held(),
+        )
+
+    def fail_swap_ins(self, step: StepInput, failed: Int32Array) -> None:
+        """Note which of a step's swap-ins have failed: their sources are bad, their targets void.
+
+        Args:
+            step: The step that was applied last.
+            failed: int32[F], of its `swap_in_dst_block_ids`.
+        """
+        if len(failed):
+            has_failed = np.isin(step.swap_in_dst_block_ids, failed)
+            bad = step.swap_in_src_block_ids[has_failed]
+            self._void_stores(self.host.of(bad)[0])
+            self.host.take(bad)
+            self._avoid(failed)
+
+    def distrust(self, rows: Rows, failed_rows: Int64Array) -> None:
+        """Let nobody be told of what rows hold whose KV is broken, or of a copy of it."""
+        for row in failed_rows.tolist():
+            blocks = rows.block_table(row)
+            labels, ages = self.device.of(blocks)
+            for tier in (self.device, self.host, self.disk):
+                tier.take_equal(labels[ages > 0])
+            self._void_stores(labels[ages > 0])
+            self._avoid(blocks)
+
+    def end_stores(self, stored: Int32Array, failed: Int32Array) -> None:
+        """Label the disk blocks that are stored; those that could not be hold nothing."""
+        for block in stored.tolist():
+            self.disk.give(np.array([block], np.int32), *self._stores.pop(block))
+        for block in failed.tolist():
+            del self._stores[block]
+
+    def end_loads(self, loaded: Int32Array, failed: Int32Array) -> None:
+        """Label the host blocks that are loaded; what could not be is bad on the disk, too."""
+        for block in loaded.tolist():
+            source = np.array([self._loads.pop(block)], np.int32)
+            self.host.give(np.array([block], np.int32), *self.disk.of(source))
+        for block in failed.tolist():
+            self.disk.take(np.array([self._loads.pop(block)], np.int32))
+
+    def forget_disk_moves(self) -> None:
+        """Let nothing arrive any more."""
+        self._stores.clear()
+        self._loads.clear()
+
+    def clear(self) -> None:
+        """Leave all blocks of all tiers without labels."""
+        for tier in (self.device, self.host, self.disk):
+            tier.clear()
+        self._is_void[:] = False
+        self._pins.clear()
+        self.forget_disk_moves()
+
+    def resize_device(self, num_blocks: int) -> None:
+        """Have `num_blocks` device blocks."""
+        self.device.resize(num_blocks)
+        self._pins.max_pins = num_blocks
+        self._is_void = _resized(self._is_void, num_blocks)
+
+    def has_void(self, blocks: Int32Array) -> bool:
+        """Whether one of int32[N] device blocks is void."""
+        return bool(self._is_void[blocks].any())
+
+    def _name(self, blocks: Int32Array, labels: Labels) -> None:
+        if not len(blocks):
+            return
+        ages = self._num_given + 1 + np.arange(len(blocks))
+        self._num_given += len(blocks)
+        ages[self._is_void[blocks]] = 0
+        self.device.give(blocks, labels, ages)
+
+    def _begin_disk_moves(self, step: StepInput) -> None:
+        if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+            return
+        for src, dst in _pairs(step.disk_store_src_block_ids, step.disk_store_dst_block_ids):
+            self._stores[dst] = self.host.of(np.array([src], np.int32))
+        self.disk.take(step.disk_store_dst_block_ids)
+        self._loads.update(
+            (dst, src)
+            for src, dst in _pairs(step.disk_load_src_block_ids, step.disk_load_dst_block_ids)
+        )
+        self.host.take(step.disk_load_dst_block_ids)
+
+    def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
+        """Take the labels of what the scheduled tokens are written to."""
+        firsts, offsets = np.divmod(scheduled.starts, self._block_size)
+        blocks = rows.block_tables[scheduled.rows, firsts]
+        self.device.take(blocks)
+        self._is_void[blocks[offsets == 0]] = False
+        if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block
+            return
+        lasts = (scheduled.starts + scheduled.lens - 1) // self._block_size
+        for index in np.flatnonzero(lasts > firsts).tolist():
+            row = scheduled.rows[index]
+            blocks = rows.block_tables[row, firsts[index] + 1 : lasts[index] + 1]
+            self.device.take(blocks)
+            self._is_void[blocks] = False
+
+    def _void_stores(self, labels: Labels) -> None:
+        """Let stores under way bring none of uint8[N, 32] labels."""
+        wrong = {label.tobytes() for label in labels}
+        for label, age in self._stores.values():
+            if label.tobytes() in wrong:
+                age[:] = 0
+
+    def _avoid(self, blocks: Int32Array) -> None:
+        self.device.take(blocks)
+        self._is_void[blocks] = True
+
+
+def _resized(values: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
+    """The first of them, or all and zeros."""
+    resized = np.zeros((length, *values.shape[1:]), values.dtype)
+    num_kept = min(length, len(values))
+    resized[:num_kept] = values[:num_kept]
+    return resized
+
+
+def _pairs(src: Int32Array, dst: Int32Array) -> list[tuple[int, int]]:
+    return list(zip(src.tolist(), dst.tolist(), strict=True))

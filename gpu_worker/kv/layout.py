@@ -1,0 +1,110 @@
+"""Where a block of KV memory holds what: each layer's keys and values, and their scales, if any.
+
+Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
+
+Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, and after each of
+them, if the layer is quantized, its scales `[P][HKV]`. Quantized numbers and scales take multiples
+of 16 bytes, so that what follows them is aligned for any dtype, and for wide reads.
+"""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+
+from gpu_worker.models.config import ModelConfig
+from kernels.kv_formats import LARGEST, SCALE_DTYPE
+
+KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
+"""What K and V are stored in: in all layers, or layer by layer."""
+
+_QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_ALIGNMENT: Final = 16
+
+
+def kv_dtypes(
+    kv_cache_dtype: str, skip_layers: AbstractSet[int], dtype: torch.dtype, num_layers: int
+) -> KvDtypes:
+    """What each layer stores of a model that computes in `dtype`; `skip_layers` store just that.
+
+    `kv_cache_dtype` is "auto", "int8" or "fp8".
+    """
+    stored = _QUANTIZED.get(kv_cache_dtype, dtype)
+    return tuple(dtype if layer in skip_layers else stored for layer in range(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The keys, or the values, of one layer: which bytes of a block."""
+
+    dtype: torch.dtype
+    numbers: slice
+    """`[P][HKV][D]` of `dtype`."""
+    scales: slice | None
+    """`[P][HKV]` of `SCALE_DTYPE`; None: not quantized."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """What lies where in a block."""
+
+    keys: tuple[Side, ...]
+    """By layer."""
+    values: tuple[Side, ...]
+    """By layer."""
+    block_bytes: int
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What is stored, by layer."""
+        return tuple(side.dtype for side in self.keys)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any layer is."""
+        return any(side.scales is not None for side in self.keys)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of each number in a block; 1 if some are quantized."""
+        return 1 if self.is_quantized else self.keys[0].dtype.itemsize
+
+
+def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> BlockLayout:
+    """Lay out blocks of `block_size` token slots.
+
+    Raises:
+        ValueError: there are dtypes for another number of layers.
+    """
+    if isinstance(dtypes, torch.dtype):
+        dtypes = (dtypes,) * config.num_layers
+    if len(dtypes) != config.num_layers:
+        raise ValueError(f"dtypes has {len(dtypes)}, required are {config.num_layers}, by layer")
+    num_scales = block_size * config.num_kv_heads
+    keys: list[Side] = []
+    values: list[Side] = []
+    start = 0
+    for dtype in dtypes:
+        for sides in (keys, values):
+            side = _side(start, num_scales, config.head_dim, dtype)
+            sides.append(side)
+            start = side.numbers.stop if side.scales is None else _aligned(side.scales.stop)
+    return BlockLayout(tuple(keys), tuple(values), start)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> int:
+    """The size of one block over all layers, in bytes, for `block_size` token slots."""
+    return block_layout(config, block_size, dtypes).block_bytes
+
+
+def _side(start: int, num_scales: int, head_dim: int, dtype: torch.dtype) -> Side:
+    numbers = slice(start, start + num_scales * head_dim * dtype.itemsize)
+    if dtype not in LARGEST:
+        return Side(dtype, numbers, None)
+    first_scale = _aligned(numbers.stop)
+    return Side(dtype, numbers, slice(first_scale, first_scale + num_scales * SCALE_DTYPE.itemsize))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,1 @@
+"""Loads a model onto a device, and builds what executes its steps."""

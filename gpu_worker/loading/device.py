@@ -1,0 +1,76 @@
+"""Picks the device, its number format and its threads; no more threads than cores."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from gpu_worker.models.config import ModelConfig, resolve_dtype
+from gpu_worker.weights.json_fields import ModelError
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def pick_device(name: str, number: int = 0) -> torch.device:
+    """The device that a flag names; "auto" is a GPU, or the CPU if there is none.
+
+    Args:
+        name: as the setting has it.
+        number: of the GPU, where `name` leaves that open.
+
+    Raises:
+        ModelError: there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        index = number if device.index is None else device.index
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ModelError(
+                f"device is cuda:{index}; this machine has {count} GPUs that torch can use"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The device, for a person: "cpu", "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The number format to run in; "auto" is the checkpoint's, or float32 where that is slow.
+
+    CPUs have no arithmetic for float16, and only some have it for bfloat16.
+    """
+    dtype = resolve_dtype(name, config)
+    if name != "auto" or device.type != "cpu" or dtype is torch.float32:
+        return dtype
+    features = torch.cpu.get_capabilities()
+    is_fast = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("bf16")
+    return dtype if dtype is torch.bfloat16 and is_fast else torch.float32
+
+
+def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
+    """Let torch compute with so many threads, by default `num_physical_cores`.
+
+    Returns how many: one share of them, if `num_sharing` processes share them.
+    """
+    count = max(1, (num_threads or num_physical_cores()) // num_sharing)
+    torch.set_num_threads(count)
+    return count
+
+
+def num_physical_cores() -> int:
+    """Physical cores that this process may use; logical ones where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0)
+    siblings = (_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
+    try:
+        return len({path.read_text() for path in siblings})
+    except OSError:
+        return len(allowed)

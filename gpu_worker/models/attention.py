@@ -1,0 +1,187 @@
+"""Attention of one layer over the paged KV pool, for a batch of decodes and prefill chunks.
+
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `M` blocks of
+the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.lora.step_adapters import StepAdapters
+from kernels import ops
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Where the tokens of one step are and what they may look at; the same for every layer.
+
+    Sequences are ordered: the first `num_decodes` have exactly one token each in this step, the
+    rest are chunks of any length. So the first `num_decodes` tokens are the decodes' tokens.
+    """
+
+    slot_mapping: torch.Tensor
+    """int64[T]: `block * block_size + offset` of each token's K and V, or `kernels.PAD_SLOT`."""
+    block_tables: torch.Tensor
+    """int32[S, M]: the blocks of each sequence in order; those past its `seq_len` are not read."""
+    seq_lens: torch.Tensor
+    """int32[S]: tokens of each sequence with this step's included."""
+    query_start_loc: torch.Tensor
+    """int32[S + 1]: where each sequence's tokens start in this step; the last entry is the end."""
+    max_query_len: int
+    """The longest chunk of this step, in tokens."""
+    num_decodes: int
+    """How many sequences, from the first, have one token."""
+    wanted: "WantedTokens | None" = None
+    """The tokens whose final hidden states are wanted; None: all."""
+    adapters: StepAdapters | None = None
+    """What LoRA adapters add for some of the tokens; None: nothing."""
+
+    @property
+    def num_wanted(self) -> int:
+        """N."""
+        return len(self.slot_mapping if self.wanted is None else self.wanted.places)
+
+    def select(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of something of each token, `[T, ...]`, that of the wanted ones in order: `[N, ...]`."""
+        return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
+
+    @cached_property
+    def prefill(self) -> "AttentionMetadata | None":
+        """The chunks alone, with `query_start_loc` from 0; None if there are none."""
+        if self.num_decodes == self.seq_lens.shape[0]:
+            return None
+        if self.num_decodes == 0:
+            return self
+        return AttentionMetadata(
+            slot_mapping=self.slot_mapping[self.num_decodes :],
+            block_tables=self.block_tables[self.num_decodes :],
+            seq_lens=self.seq_lens[self.num_decodes :],
+            query_start_loc=self.query_start_loc[self.num_decodes :] - self.num_decodes,
+            max_query_len=self.max_query_len,
+            num_decodes=0,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedTokens:
+    """The last tokens of each sequence in a step, or none: only their hidden states are wanted.
+
+    The last layer stores K and V of all tokens; what comes after that, only these need.
+    """
+
+    places: torch.Tensor
+    """int64[N]: among the step's tokens, ascending."""
+    metadata: AttentionMetadata
+    """The same sequences with these tokens alone; some may have none."""
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store this step's K and V in `pool`, then attend causally to each sequence.
+
+    Args:
+        query: `[T, H, D]`, rotated.
+        key: `[T, HKV, D]`, rotated.
+        value: `[T, HKV, D]`.
+        pool: written at `metadata.slot_mapping`; earlier tokens' K and V are there already.
+        layer: which layer of the pool.
+        metadata: the batch.
+        scale: multiplies the scores, usually `D ** -0.5`.
+        window: how many tokens a token sees, itself included; None for all before it.
+        softcap: scores s become `softcap * tanh(s / softcap)`, after `scale`.
+        sinks: float32[H], one more score per head that joins the softmax's denominator only.
+
+    Returns:
+        `[T, H * D]` in `query`'s dtype.
+    """
+    store_kv(key, value, pool, layer, metadata)
+    return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def store_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+) -> None:
+    """The first half of `paged_attention`."""
+    ops.store_kv(
+        key,
+        value,
+        pool.key_cache(layer),
+        pool.value_cache(layer),
+        metadata.slot_mapping,
+        key_scales=pool.key_scales(layer),
+        value_scales=pool.value_scales(layer),
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The second half of `paged_attention`: this step's K and V are in `pool` already."""
+    key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
+    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
+    num_decodes, prefill = metadata.num_decodes, metadata.prefill
+    if len(query) == num_decodes:
+        prefill = None  # of those chunks no token is among the wanted
+    parts = []
+    if num_decodes:
+        parts.append(
+            ops.paged_attention_decode(
+                query[:num_decodes],
+                key_cache,
+                value_cache,
+                metadata.block_tables[:num_decodes],
+                metadata.seq_lens[:num_decodes],
+                scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
+            )
+        )
+    if prefill is not None:
+        parts.append(
+            ops.paged_attention_prefill(
+                query[num_decodes:],
+                key_cache,
+                value_cache,
+                prefill.block_tables,
+                prefill.seq_lens,
+                prefill.query_start_loc,
+                prefill.max_query_len,
+                scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
+            )
+        )
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.flatten(1)

@@ -1,0 +1,93 @@
+"""What the worker must know of any model, parsed from the `config.json` of a model directory."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder, as everything but the model itself sees it.
+
+    A family's own config derives from it and adds what its model is built from.
+    """
+
+    architecture: str
+    """As in `architectures` of config.json, such as "LlamaForCausalLM"."""
+    vocab_size: int
+    max_model_len: int
+    """The most tokens a sequence may have."""
+    num_layers: int
+    """Layers that attend: each has keys and values in the KV pool."""
+    num_kv_heads: int
+    """Of every layer."""
+    head_dim: int
+    """Of keys and of values, in every layer."""
+    eos_token_ids: tuple[int, ...]
+    """Of config.json and generation_config.json together; may be empty."""
+    dtype: torch.dtype
+    """Of the checkpoint; float32 if config.json does not say."""
+
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The number formats a model can run in, by the name that config.json and flags use."""
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The number format that a flag asks for: one of `DTYPES`, or "auto" for the checkpoint's."""
+    if name == "auto":
+        return config.dtype
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def read_architecture(fields: JsonFields) -> str:
+    """The one name in `architectures`."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.error("architectures", "must be a list of one name")
+    return names[0]
+
+
+def read_model_config(fields: JsonFields) -> ModelConfig:
+    """Parse a config.json, and generation_config.json beside it, by the names most families use.
+
+    Raises:
+        ModelError: a file or field is missing or malformed.
+    """
+    hidden_size = fields.positive_int("hidden_size")
+    num_heads = fields.positive_int("num_attention_heads")
+    num_kv_heads = fields.positive_int("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"must divide num_attention_heads, {num_heads}")
+    return ModelConfig(
+        architecture=read_architecture(fields),
+        vocab_size=fields.positive_int("vocab_size"),
+        max_model_len=fields.positive_int("max_position_embeddings"),
+        num_layers=fields.positive_int("num_hidden_layers"),
+        num_kv_heads=num_kv_heads,
+        head_dim=fields.positive_int("head_dim", default=hidden_size // num_heads),
+        eos_token_ids=read_eos_token_ids(fields),
+        dtype=read_dtype(fields),
+    )
+
+
+def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
+    """The end tokens of config.json and of generation_config.json beside it."""
+    ids = fields.int_list("eos_token_id")
+    generation_config = fields.path.with_name("generation_config.json")
+    if generation_config.exists():
+        ids += read_json(generation_config).int_list("eos_token_id")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_dtype(fields: JsonFields) -> torch.dtype:
+    """The checkpoint's number format."""
+    # transformers 5 writes `dtype`, older ones `torch_dtype`.
+    name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
+    if not isinstance(name, str) or name not in DTYPES:
+        raise fields.error("dtype", f"is {name!r}; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]

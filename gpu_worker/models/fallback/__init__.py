@@ -1,0 +1,1 @@
+"""Decoders of `transformers` that have no implementation of ours, over paged attention."""

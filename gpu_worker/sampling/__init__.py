@@ -1,0 +1,1 @@
+"""From the logits of a step to one token per sequence."""

@@ -1,0 +1,367 @@
+"""Turns the logits of a step into one token per sequence.
+
+Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
+
+The order of operations is that of `quire.v1.SamplingParams`. Each part touches only the sequences
+that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.sampling.draw import draw, uniforms
+from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
+from gpu_worker.sampling.params import NO_TOKEN, SamplingParams, SamplingTable
+from gpu_worker.sampling.penalties import TokenCounts
+from gpu_worker.sampling.truncation import truncate
+from gpu_worker.step.upload import upload
+from kernels import ops
+from kernels.cpu.ops.draw import draw as draw_of_all
+
+_MIN_TEMPERATURE = np.float32(1e-30)
+"""Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+_LEAST: Final = torch.finfo(torch.float32).min
+_LEAST_LOG: Final = -87.0
+"""The exponentials of lower numbers are no normal float32, and slow."""
+_LEAST_WEIGHT: Final = 1.7e-38
+"""Little above the exponential of that."""
+NOBODY: Final = np.empty(0, np.int64)
+"""The places of none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledLogprobs:
+    """Log-probabilities of the model's own distribution, before anything changed it."""
+
+    places: npt.NDArray[np.int64]
+    """int64[L]: which of the step's sequences, ascending; on the host."""
+    num_top: npt.NDArray[np.int64]
+    """int64[L]: how many likeliest tokens each asked for; on the host."""
+    chosen: torch.Tensor
+    """float32[L]: of the sampled tokens."""
+    top_token_ids: torch.Tensor
+    """int64[L, most of `num_top`], best first."""
+    top_logprobs: torch.Tensor
+    """float32, parallel to `top_token_ids`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What the sampler drew, on the device."""
+
+    token_ids: torch.Tensor
+    """int64[S]; where `is_finite` is false, any id in range."""
+    is_finite: torch.Tensor
+    """bool[S]: whether all logits of the sequence were finite."""
+    logprobs: SampledLogprobs | None
+    stuck: npt.NDArray[np.int64]
+    """int64[*]: which of the sequences have a grammar that admits no token; on the host."""
+
+
+class Sampler:
+    """Samples tokens; keeps what it must know of each row from `add` to `release`."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        structured: StructuredOutput | None = None,
+    ) -> None:
+        """`structured` may be None if no row has a grammar."""
+        self._device = device
+        self._structured = structured
+        self._counts = TokenCounts(vocab_size, device)
+        self.table = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
+
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        token_ids: npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Give a free row its parameters; `token_ids` are its known tokens, the prompt first."""
+        self.table.set(row, params)
+        if params.has_penalties:
+            (known,) = upload([token_ids.astype(np.int64)], self._device)
+            self._counts.add(row, known[:num_prompt_tokens], known[num_prompt_tokens:])
+        if params.grammar is not None:
+            assert self._structured is not None, "the worker says that it takes no grammar"
+            self._structured.add(row, params.grammar, token_ids[num_prompt_tokens:].tolist())
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows."""
+        self._counts.release(rows)
+        if self._structured is not None:
+            self._structured.release(rows)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        num_outputs: npt.NDArray[np.int64],
+    ) -> Sampled:
+        """Draw the next token of each sequence, and count it where penalties need it.
+
+        Args:
+            logits: float32[S, V] on the device; changed.
+            rows: int64[S], each once; or several times, at ascending positions, if it has neither
+                penalties nor a grammar.
+            positions: int64[S]: the index that the new token will have in its sequence.
+            num_outputs: int64[S]: tokens that the sequence has produced so far.
+        """
+        table = self.table
+        is_finite = finite_rows(logits)
+        if table.is_plain[rows].all():  # as in most steps: nothing to look for below
+            token_ids, stuck = self._choose_admitted(logits, rows, positions)
+            return Sampled(token_ids, is_finite, None, stuck)
+        raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
+        if len(places):
+            (index,) = upload([places], self._device)
+            raw_logprobs = logits.index_select(0, index).log_softmax(1)
+        penalized = np.nonzero(table.has_penalties[rows])[0]
+        slots = None
+        if len(penalized):
+            slots = self._penalize(logits, rows, penalized)
+        self._add_bias(logits, rows)
+        self._suppress_ends(logits, rows, num_outputs)
+        token_ids, stuck = self._choose_admitted(logits, rows, positions)
+        logprobs = None
+        if raw_logprobs is not None:
+            logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
+        if slots is not None:  # last: what fails for want of memory is called again
+            (index,) = upload([penalized], self._device)
+            self._counts.record(slots, token_ids.index_select(0, index))
+        return Sampled(token_ids, is_finite, logprobs, stuck)
+
+    def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
+        """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
+        if self._structured is None or not self._structured.may_force:
+            return None
+        (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
+        return self._structured.forced(rows[places].tolist(), places)
+
+    def follow(
+        self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
+    ) -> None:
+        """Let the grammars move on by what a step has sampled.
+
+        Args:
+            rows: int64[S], as for `sample`.
+            token_ids: Waits for int64[S], the step's tokens; called on another thread.
+        """
+        if self._structured is None or not self._structured.has_any:
+            return
+        (places,) = self.table.has_grammar[rows].nonzero()
+        if len(places):
+            self._structured.expect(rows[places].tolist(), places, token_ids)
+
+    def _penalize(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Change the logits of the sequences at `places`; where their counts are, int64[len]."""
+        table, penalized = self.table, rows[places]
+        index, slots, *factors = upload(
+            [
+                places,
+                np.array(self._counts.slots(penalized.tolist()), np.int64),
+                table.repetition_penalty[penalized, None],
+                table.presence_penalty[penalized, None],
+                table.frequency_penalty[penalized, None],
+            ],
+            self._device,
+        )
+        changed = self._counts.penalize(logits.index_select(0, index), slots, *factors)
+        logits.index_copy_(0, index, changed)
+        return slots
+
+    def _add_bias(self, logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+        places = np.nonzero(self.table.has_bias[rows])[0]
+        if not len(places):
+            return
+        biases = [self.table.bias[row] for row in rows[places].tolist()]
+        index, token_ids, values = upload(
+            [
+                np.repeat(places, [len(ids) for ids, _ in biases]),
+                np.concatenate([ids for ids, _ in biases]),
+                np.concatenate([values for _, values in biases]),
+            ],
+            self._device,
+        )
+        logits.index_put_((index, token_ids), values, accumulate=True)
+
+    def _suppress_ends(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        num_outputs: npt.NDArray[np.int64],
+    ) -> None:
+        places = np.nonzero(num_outputs < self.table.min_tokens[rows])[0]
+        if not len(places):
+            return
+        ends = self.table.end_token_ids[rows[places]]
+        which, column = np.nonzero(ends != NO_TOKEN)
+        index, token_ids = upload([places[which], ends[which, column]], self._device)
+        logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
+
+    def _choose_admitted(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """As `_choose`, by the grammars that there are; and the places that are stuck."""
+        if self._structured is not None and self._structured.has_any:
+            (places,) = self.table.has_grammar[rows].nonzero()
+            if len(places):
+                stuck = self._structured.restrict(logits, rows[places].tolist(), places)
+                return self._choose(logits, rows, positions, is_suppressed=True), stuck
+        return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        *,
+        is_suppressed: bool,
+    ) -> torch.Tensor:
+        """int64[S]: by the logits as they are now, the most likely token or a draw.
+
+        `is_suppressed` says whether many of them may be -inf.
+        """
+        drawn = self.table.temperature[rows].nonzero()[0]
+        if not len(drawn):
+            return _argmax(logits)
+        draw_tokens = (
+            self._draw_by_kernel
+            if logits.is_cuda
+            else functools.partial(self._draw, is_suppressed=is_suppressed)
+        )
+        if len(drawn) == len(rows):
+            return draw_tokens(logits, drawn, rows, positions)
+        token_ids = _argmax(logits)
+        (index,) = upload([drawn], self._device)
+        drawn_ids = draw_tokens(logits, drawn, rows[drawn], positions[drawn])
+        return token_ids.index_copy_(0, index, drawn_ids)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        *,
+        is_suppressed: bool,
+    ) -> torch.Tensor:
+        """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
+        table = self.table
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
+        uniform = uniforms(table.seed[rows], positions)
+        is_cut = table.is_cut[rows]
+        if not is_cut.any():
+            return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        for draw_some, (which,) in (
+            (draw_of_all, (~is_cut).nonzero()),
+            (
+                functools.partial(self._draw_cut, rows[is_cut], is_suppressed=is_suppressed),
+                is_cut.nonzero(),
+            ),
+        ):
+            given = upload([places[which], temperature[which], uniform[which]], self._device)
+            token_ids[which] = draw_some(logits, *given)
+        return token_ids
+
+    def _draw_cut(
+        self,
+        rows: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        places: torch.Tensor,
+        temperature: torch.Tensor,
+        uniform: torch.Tensor,
+        *,
+        is_suppressed: bool,
+    ) -> torch.Tensor:
+        """As `_draw`, for rows whose distribution is cut."""
+        table = self.table
+        # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
+        scaled = logits.index_select(0, places)
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
+        weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
+        truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
+        return draw(weights, uniform)
+
+    def _draw_by_kernel(
+        self,
+        logits: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
+        table = self.table
+        index, *given = upload(
+            [
+                places,
+                np.maximum(table.temperature[rows], _MIN_TEMPERATURE),
+                table.top_k[rows],
+                table.top_p[rows],
+                table.min_p[rows],
+                table.seed[rows].view(np.int64),
+                positions,
+            ],
+            self._device,
+        )
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, index)
+        return ops.sample(logits, *given)
+
+    def _logprobs(
+        self,
+        raw_logprobs: torch.Tensor,
+        token_ids: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> SampledLogprobs:
+        (index,) = upload([places], self._device)
+        num_top = self.table.num_top_logprobs[rows[places]]
+        chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
+        top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
+        return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
+
+
+def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
+    """`scaled.exp()` of numbers up to 0, many of them -inf, for which torch's takes twice as long.
+
+    Weights below `_LEAST_WEIGHT` are 0, too: among likelier ones, the sum of which is at least 1,
+    only a uniform number of 0 would draw one, and the next is 2^-53.
+    """
+    weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
+    return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
+
+
+def finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """bool[S]: whether all numbers of each row are finite."""
+    # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
+    if values.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+        with np.errstate(invalid="ignore", over="ignore"):
+            return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))
+    return values.sum(1).isfinite()
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64[S]: the first of the largest. On a CPU numpy's takes a tenth of the time of torch's."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.argmax(1)

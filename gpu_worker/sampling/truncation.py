@@ -1,0 +1,113 @@
+"""Cuts the unlikely tokens off each row's distribution: top_k, then top_p, then min_p.
+
+Symbols: `S` sequences, `V` vocabulary, `C` candidates.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.step.upload import upload
+
+_FEW = (64, 1024)
+"""Candidates that a CPU tries first: sorting a whole vocabulary takes it milliseconds a row."""
+
+
+def truncate(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float32],
+) -> None:
+    """Set the weight of each token that is cut off to 0, in place.
+
+    Each cut sees the distribution that the one before left. Of equally likely tokens the lower id
+    stays. A row's outcome does not depend on the other rows.
+
+    Args:
+        logits: float32[S, V], divided by the temperature; each row's maximum is 0.
+        weights: float32[S, V], `exp(logits)`; changed.
+        top_k: int64[S] in [1, V].
+        top_p: float64[S] in (0, 1].
+        min_p: float32[S] in [0, 1].
+    """
+    (cut_rows,) = np.nonzero((top_p < 1) | (top_k < logits.shape[1]))
+    if len(cut_rows):
+        ks, ps = top_k[cut_rows], top_p[cut_rows]
+        rows, k, p = upload([cut_rows, ks, ps], logits.device)
+        cut_logits, cut_weights = logits.index_select(0, rows), weights.index_select(0, rows)
+        threshold, count = _boundaries(cut_logits, cut_weights, k, p, int(ks.max()))
+        cut_weights.masked_fill_(~_is_top(cut_logits, threshold, count), 0.0)
+        weights.index_copy_(0, rows, cut_weights)
+    if min_p.any():
+        (floor,) = upload([min_p], logits.device)
+        weights.masked_fill_(weights < floor.unsqueeze(1), 0.0)
+
+
+def _boundaries(
+    logits: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, p: torch.Tensor, max_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least likely kept logit, float32[S, 1], and the number kept, int64[S, 1].
+
+    A CPU looks at few candidates first, and at more only for the rows that need them. A GPU would
+    have to be waited for to learn which those are, and sorts fast.
+    """
+    if logits.device.type != "cpu":
+        return _boundaries_among(logits, weights, k, p, max_k)
+    threshold = torch.empty(len(logits), 1)
+    count = torch.empty(len(logits), 1, dtype=torch.int64)
+    unsure = torch.arange(len(logits))
+    for num_candidates in (*(few for few in _FEW if few < max_k), max_k):
+        some_threshold, some_count = _boundaries_among(logits, weights, k, p, num_candidates)
+        threshold[unsure], count[unsure] = some_threshold, some_count
+        left = (some_count.squeeze(1) > num_candidates).nonzero().squeeze(1)
+        unsure = unsure[left]
+        if not len(unsure):
+            break
+        logits, weights, k, p = (part.index_select(0, left) for part in (logits, weights, k, p))
+    return threshold, count
+
+
+def _boundaries_among(
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    p: torch.Tensor,
+    num_candidates: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_boundaries`; a count greater than `num_candidates` says that they were too few."""
+    num_tokens = logits.shape[1]
+    if num_candidates < num_tokens:
+        candidates = logits.topk(num_candidates, dim=1).values  # [S, C], descending
+    else:
+        candidates = _sorted(logits)
+    sums = candidates.exp().cumsum(1, dtype=torch.float64)  # [S, C]
+    k, p = k.unsqueeze(1), p.unsqueeze(1)  # [S, 1]
+    total = torch.where(
+        k < num_tokens,
+        sums.gather(1, k.clamp(max=num_candidates) - 1),
+        weights.sum(1, keepdim=True, dtype=torch.float64),
+    )
+    reaching_p = 1 + (sums < p * total).sum(1, keepdim=True)
+    # Where k itself lies past the candidates the total is wrong, and so is what reaches p.
+    count = torch.where((p < 1) & ((k <= num_candidates) | (k == num_tokens)), reaching_p, k)
+    count = torch.minimum(count, k)
+    return candidates.gather(1, count.clamp(max=num_candidates) - 1), count
+
+
+def _sorted(logits: torch.Tensor) -> torch.Tensor:
+    """Each row descending. On a CPU numpy's sort takes a quarter of the time of torch's."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits.neg().numpy(), axis=1)).neg_()
+    return logits.sort(dim=1, descending=True).values
+
+
+def _is_top(logits: torch.Tensor, threshold: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """bool[S, V]: the `count` largest, all at least `threshold`; among equals the first ones."""
+    above, ties = logits > threshold, logits == threshold
+    num_ties = count - above.sum(1, keepdim=True)
+    # The running count is the slow part, and is rarely needed; only a CPU can look before.
+    if logits.device.type == "cpu" and bool((ties.sum(1, keepdim=True) == num_ties).all()):
+        return above | ties
+    return above | (ties & (ties.cumsum(1) <= num_ties))

@@ -1,0 +1,119 @@
+"""Contents of host blocks between two workers: reading one's own out, pulling another's in.
+
+The scheduler says which blocks, and sees to it that nothing else reads or writes them meanwhile.
+Contents travel as the host holds them, in pieces, so that steps go on in between.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Protocol
+from zlib import crc32
+
+import grpc
+import grpc.aio
+
+from gpu_worker.step.messages import Int32Array
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.errors import UnavailableError
+from rpc.packing import pack_int32
+from rpc.peers.channel import open_channel
+from rpc.security.tls import ClientTls
+
+_PIECE_BYTES: Final = 4 * 1024**2
+"""What one message holds, unless one block is larger: a copy of it delays a step by about 1 ms."""
+_PULL_TIMEOUT_S: Final = 120.0
+"""A source that takes longer is taken for hung; the scheduler waits for as long as the target."""
+
+
+class HostBlocks(Protocol):
+    """A worker's host blocks, [0, num_host_blocks). Calls take effect between two steps."""
+
+    async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
+        """Return the contents of int32[N] blocks, one after another.
+
+        Raises:
+            UnavailableError: One has changed since it was written.
+            UnimplementedError: There are none.
+        """
+
+    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+        """Fill int32[N] blocks, each once; `content` as `read_host_blocks` returns it."""
+
+
+async def read_kv(
+    blocks: HostBlocks, block_ids: Int32Array, block_bytes: int
+) -> AsyncIterator[worker_pb2.ReadKvResponse]:
+    """Yield the contents of int32[N] blocks in pieces, in their order.
+
+    Raises:
+        QuireError: as `read_host_blocks`.
+    """
+    num_blocks = max(1, _PIECE_BYTES // block_bytes)
+    for first in range(0, len(block_ids), num_blocks):
+        content = await blocks.read_host_blocks(block_ids[first : first + num_blocks])
+        yield worker_pb2.ReadKvResponse(content=content, crc32=crc32(content))
+
+
+async def pull_kv(
+    blocks: HostBlocks,
+    source_target: str,
+    request: worker_pb2.ReadKvRequest,
+    block_ids: Int32Array,
+    block_bytes: int,
+    check: Callable[[], None],
+    tls: ClientTls | None = None,
+) -> None:
+    """Fill int32[N] blocks with what `request` reads at the worker at `source_target`.
+
+    Args:
+        blocks: This worker's.
+        source_target: A gRPC target.
+        request: What to read there.
+        block_ids: Where it goes, each once.
+        block_bytes: Of one block in the host.
+        check: Called before each write; raises if the blocks are no longer the caller's.
+        tls: How to call that worker; None: in the clear.
+
+    Raises:
+        UnavailableError: The source gave less, more, or something else, or nothing; some of the
+            blocks may have been written.
+    """
+    num_done = 0
+    async with open_channel(source_target, tls=tls) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):
+                if piece is None:  # so gRPC says that the bytes are no message
+                    raise UnavailableError(f"{source_target} sent what is no message")
+                num_blocks = len(piece.content) // block_bytes
+                max_bytes = (len(block_ids) - num_done) * block_bytes
+                _check(piece, num_blocks * block_bytes, max_bytes)
+                part = block_ids[num_done : num_done + num_blocks]
+                check()
+                await blocks.write_host_blocks(part, piece.content)
+                num_done += num_blocks
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code().name, error.details()
+            raise UnavailableError(f"cannot read from {source_target}: {code}: {details}") from None
+    if num_done != len(block_ids):
+        raise UnavailableError(f"{source_target} gave {num_done} blocks of {len(block_ids)}")
+
+
+def _check(piece: worker_pb2.ReadKvResponse, num_bytes: int, max_bytes: int) -> None:
+    if len(piece.content) != num_bytes or num_bytes > max_bytes:
+        raise UnavailableError(
+            f"a piece has {len(piece.content)} bytes; it must be whole blocks, {max_bytes} at most"
+        )
+    if crc32(piece.content) != piece.crc32:
+        raise UnavailableError("a piece was damaged on the way")
+
+
+def read_request(
+    epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
+) -> worker_pb2.ReadKvRequest:
+    """Ask worker `instance_id` for blocks as a worker with `kv_format` can take them."""
+    return worker_pb2.ReadKvRequest(
+        epoch=epoch,
+        host_block_ids=pack_int32(block_ids),
+        kv_format=kv_format,
+        instance_id=instance_id,
+    )

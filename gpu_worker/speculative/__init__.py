@@ -1,0 +1,1 @@
+"""Drafts tokens ahead and verifies them in one step."""

@@ -1,0 +1,188 @@
+"""Computes guesses with decoding rows' next tokens; keeps what would have been sampled anyway.
+
+A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples
+the token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens, as a short
+chunk, and a token is sampled for each of `[n, n + k]`. The one at `n` is what it would be without
+guesses. If it is what was guessed, the one at `n + 1` saw the right context, and is what it would
+be one step later; and so on::
+
+    kept      the tokens sampled up to the first that is not what was guessed, or that ends the row
+    dropped   the rest: sampled after tokens that the row does not have
+
+What a wrong guess left in the KV cache is overwritten when the token at its position is computed:
+no row reads a slot past its own known tokens, and the scheduler publishes none.
+
+It is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
+so the token at a position is the same whether its context was guessed or not, as far as the logits
+are: that they come from a chunk or from a single token may change their last bits. How guesses are
+made does not enter. With draws that are fresh each time, it takes the rejection rule of Leviathan
+et al. (Fast Inference from Transformers via Speculative Decoding, 2023) to keep the distribution;
+here not the distribution alone is kept, but the output.
+
+Rows whose logits depend on what was counted or parsed of their tokens so far, by penalties or a
+grammar, get no guesses: that is known one token at a time.
+"""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from gpu_worker import metrics
+from gpu_worker.sampling.params import NO_TOKEN
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.speculative.drafter import Drafter, Guesses
+from gpu_worker.speculative.lengths import DraftLengths
+from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
+from gpu_worker.step.rows import Rows, ScheduledRows
+
+_MIN_SAMPLES = 64
+"""A step may sample so many tokens, or one for each row if there are more: their logits fit."""
+
+
+class Speculation:
+    """Adds guesses to steps, and judges them; one step at a time, for they need all before it."""
+
+    def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._limits = limits
+        self._rows = rows
+        self._sampler = sampler
+        self._max_samples = max(limits.max_num_seqs, _MIN_SAMPLES)
+        self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
+        self._guessing_s = 0.0  # in the step under way
+
+    def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
+        """Add guesses for the rows that decode, as many as are worth it and have room."""
+        self._guessing_s = 0.0
+        self._drafter.prepare(step, self._rows)
+        if step.new_rows:
+            self._lengths.open([new.row for new in step.new_rows])
+        if not scheduled.num_decodes:
+            return scheduled
+        decoding = scheduled.rows[: scheduled.num_decodes]
+        most = self._most(decoding, scheduled)
+        (drafting,) = np.nonzero(most)
+        if len(drafting):
+            drafting = drafting[self._drafter.catch_up(self._rows, decoding[drafting])]
+        if not len(drafting):
+            return scheduled
+        start_s = time.monotonic()
+        guesses = self._drafter.guess(self._rows, decoding[drafting], most[drafting], self._sampler)
+        num_guessed = np.zeros_like(decoding)
+        num_guessed[drafting] = [len(guess) for guess in guesses]
+        self._guessing_s = time.monotonic() - start_s
+        if num_guessed.any():
+            self._write(decoding[drafting], guesses)
+            return _with_guesses(scheduled, num_guessed, self._rows)
+        return scheduled
+
+    def keep(
+        self, scheduled: ScheduledRows, token_ids: Int64Array, is_finite: BoolArray
+    ) -> BoolArray:
+        """bool[N]: which of the tokens that a step has sampled, int64[N], its rows get.
+
+        Those that could not be sampled, `is_finite` false, are among them if their row gets no
+        further.
+        """
+        if scheduled.guesses is None:
+            return np.ones(len(token_ids), np.bool_)
+        ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
+        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends
+        # A token is kept if all before it of the same row go on.
+        num_breaks = np.cumsum(~goes_on) - ~goes_on
+        first = np.searchsorted(scheduled.sampling, scheduled.sampling)
+        kept: BoolArray = num_breaks == num_breaks[first]
+        return kept
+
+    def advance(self, scheduled: ScheduledRows, has_sampled: BoolArray, seconds: float) -> None:
+        """Count what the rows that decode have got, and learn from it.
+
+        Args:
+            scheduled: The step.
+            has_sampled: bool[N]: which of the tokens sampled are kept.
+            seconds: What the step took.
+        """
+        num_decoding = scheduled.num_decodes + scheduled.num_drafting
+        if not num_decoding:
+            return
+        rows = scheduled.rows[:num_decoding]
+        if scheduled.guesses is None:
+            num_gained = has_sampled[:num_decoding].astype(np.int64)
+            self._lengths.learn_idle(rows)
+        else:
+            num_gained = np.bincount(scheduled.sampling[has_sampled], minlength=num_decoding)
+            num_gained = num_gained[:num_decoding]
+            num_guessed = scheduled.lens[:num_decoding] - 1
+            num_kept = np.maximum(num_gained - 1, 0)
+            self._lengths.learn_chances(rows, num_guessed, num_kept)
+            metrics.SPEC_DECODE_DRAFTS.inc(scheduled.num_drafting)
+            metrics.SPEC_DECODE_DRAFT_TOKENS.inc(int(num_guessed.sum()))
+            metrics.SPEC_DECODE_ACCEPTED_TOKENS.inc(int(num_kept.sum()))
+        self._rows.advance(rows, num_gained)
+        if num_decoding == len(scheduled.rows):
+            num_tokens = scheduled.num_tokens
+            self._lengths.learn_costs(
+                num_tokens,
+                int(num_gained.sum()),
+                num_tokens - num_decoding,
+                seconds,
+                self._guessing_s,
+            )
+
+    def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
+        """int64[num_decodes]: how many tokens may be guessed for each row that decodes."""
+        rows, table = self._rows, self._sampler.table
+        most = self._lengths.choose(decoding)
+        if not most.any():
+            return most
+        num_slots = rows.num_blocks[decoding] * self._limits.block_size
+        room = np.minimum(num_slots, rows.max_total[decoding] - 1) - rows.num_tokens[decoding]
+        most = np.minimum(most, room)
+        most[table.has_penalties[decoding] | table.has_grammar[decoding]] = 0
+        left = min(
+            self._limits.max_num_batched_tokens - scheduled.num_tokens,
+            self._max_samples - len(scheduled.sampling),
+        )
+        before = np.cumsum(most) - most
+        allowed: Int64Array = np.minimum(most, np.maximum(left - before, 0))
+        return allowed
+
+    def _write(self, rows: Int64Array, guesses: Guesses) -> None:
+        """Put guesses behind the known tokens, where inputs are gathered from."""
+        for row, start, guess in zip(
+            rows.tolist(), self._rows.num_tokens[rows].tolist(), guesses, strict=True
+        ):
+            self._rows.token_ids[row, start : start + len(guess)] = guess
+
+
+def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows) -> ScheduledRows:
+    """Let the first rows compute `num_guessed` tokens more each; those with none stay first."""
+    num_decoding = scheduled.num_decodes
+    order = np.argsort(num_guessed > 0, kind="stable")
+    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])
+    lens = scheduled.lens.copy()
+    lens[:num_decoding] += num_guessed
+    lens = lens[where]
+    new_rows, starts = scheduled.rows[where], scheduled.starts[where]
+    # A row that decodes samples at each of its tokens; the others as before.
+    counts = lens[:num_decoding]
+    decoding = np.repeat(np.arange(num_decoding), counts)
+    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = starts[decoding] + 1 + offsets
+    is_guessed = offsets + 1 < counts[decoding]
+    guesses = np.where(is_guessed, rows.token_ids[new_rows[decoding], positions], NO_TOKEN)
+    others = scheduled.sampling[num_decoding:]
+    num_drafting = int(np.count_nonzero(num_guessed))
+    return replace(
+        scheduled,
+        rows=new_rows,
+        starts=starts,
+        lens=lens,
+        num_decodes=num_decoding - num_drafting,
+        num_drafting=num_drafting,
+        sampling=np.concatenate([decoding, others]),
+        positions=np.concatenate([positions, scheduled.positions[num_decoding:]]),
+        guesses=np.concatenate([guesses, np.full(len(others), NO_TOKEN)]),
+        incarnations=scheduled.incarnations[where],
+    )

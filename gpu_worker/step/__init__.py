@@ -1,0 +1,1 @@
+"""Executes one step: rows, inputs, model, results."""

@@ -1,0 +1,335 @@
+"""Executes steps on one device: rows, moves of blocks, what the model computes, results.
+
+A step is launched and collected. On CUDA the next one may be launched in between: launching waits
+for nothing, and a decode's input token goes from the sampler to the next step on the device. On CPU
+a launched step is done. One thread calls everything here.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from gpu_worker import metrics
+from gpu_worker.kv.disk_pool import DiskPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.kv.labels import BlockLabels
+from gpu_worker.kv.moves import BlockMoves, Pool
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_table import NO_ADAPTERS, AdapterTable
+from gpu_worker.memory.cuda_chunks import VirtualMemoryError
+from gpu_worker.memory.elastic import OutOfMemoryError
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
+from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.sampling.prompt_logprobs import PromptScores
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.service.spans import SequenceSpans
+from gpu_worker.speculative.drafter import Drafter
+from gpu_worker.speculative.verify import Speculation
+from gpu_worker.step.busy_clock import BusyClock
+from gpu_worker.step.graphs import GraphBackend
+from gpu_worker.step.head_start import head_start_s
+from gpu_worker.step.messages import (
+    BoolArray,
+    Int32Array,
+    Limits,
+    StepInput,
+    StepOutput,
+    TokenLogprob,
+)
+from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.readback import NOTHING_SAMPLED, Readback
+from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.split import merged
+from rpc.errors import FailedPreconditionError
+from rpc.observe import timeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device works on."""
+
+    step_id: int
+    scheduled: ScheduledRows
+    readback: Readback | None
+    """None if no row samples."""
+    prompt_scores: tuple[PromptScores, ...]
+    """Empty if no prompt is scored."""
+    failed_swap_in_block_ids: Int32Array
+    start_s: float
+    disk_pool: DiskPool | None = None
+    """The disk moves it is to wait for; None: it computes, or there are none."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it only waits for the disk: its collection would not, and may come before."""
+        return self.disk_pool is not None
+
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        if self.disk_pool is not None:
+            is_waiting = self.disk_pool.is_busy(self.step_id)
+            return not is_waiting or self.disk_pool.has_news(self.step_id)
+        if self.readback is not None and not self.readback.is_done():
+            return False
+        return all(scores.is_done() for scores in self.prompt_scores)
+
+
+class Executor:
+    """Owns the rows and runs the model; the module says who may call what when."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Pool,
+        limits: Limits,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        spans: SequenceSpans | None = None,
+        host_pool: HostPool | None = None,
+        disk_pool: DiskPool | None = None,
+        structured: StructuredOutput | None = None,
+        ranks: Ranks | None = None,
+        drafter: Drafter | None = None,
+        adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+    ) -> None:
+        """Each of the five before `adapters` may be None if no step needs it.
+
+        They are what swaps, what stores and loads, what masks by grammars, the other devices of
+        the model, whose executors are called alike, and what guesses, on one device alone.
+        """
+        self._pool = pool
+        self._limits = limits
+        self._device = device
+        self._spans = spans or SequenceSpans()
+        self.rows = Rows(limits, has_guesses=drafter is not None)
+        self.labels = BlockLabels(limits)
+        self._structured = structured
+        self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
+        sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
+        self._adapters = AdapterTable(adapters, self.rows)
+        self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
+        self._speculation = (
+            None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
+        )
+        self._model_runner = ModelRunner(
+            model,
+            pool,
+            self.rows,
+            self._sampler,
+            limits,
+            device,
+            takes_parts=ranks is None,
+            is_all_known=drafter is not None,
+            adapters=self._adapters.by_number,
+        )
+        self._busy = BusyClock(device)
+
+    @torch.inference_mode()
+    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """As `ModelRunner.capture_graphs`."""
+        self._model_runner.capture_graphs(backend, report)
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be launched and not collected."""
+        return 2 if self._device.type == "cuda" and self._speculation is None else 1
+
+    def bind_thread(self) -> None:
+        """Prepare the calling thread for all other calls; what it sets is each thread's own."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(torch.get_num_threads())
+
+    def reset(self) -> Holdings:
+        """Forget all sequences, when all steps are collected; KV contents are left as they are.
+
+        Returns:
+            What there was.
+        """
+        self._moves.finish()
+        holdings = self.labels.holdings(self.rows)
+        self._forget_sequences()
+        return holdings
+
+    def distrust(self) -> None:
+        """Forget all there is, because a step has failed, and who knows what it has written."""
+        self._forget_sequences()
+        self.labels.clear()
+
+    def _forget_sequences(self) -> None:
+        self._moves.forget()
+        self._spans.clear(time.time())
+        self._sampler.release(range(self._limits.max_num_seqs))
+        self.rows.clear()
+        self._adapters.free_unused()
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Let the device have `num_blocks` blocks, when all steps are collected.
+
+        Contents of those that stay are left as they are; those that come are zero.
+
+        Raises:
+            FailedPreconditionError: A row has a block that would go, or there is no memory for
+                more; nothing has changed.
+        """
+        row = self.rows.first_with_block_from(num_blocks)
+        if row is not None:
+            raise FailedPreconditionError(
+                f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
+            )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies may still read what goes
+        try:
+            self._pool.resize(num_blocks)
+        except (OutOfMemoryError, VirtualMemoryError) as error:
+            raise FailedPreconditionError(f"num_blocks is {num_blocks}: {error}") from error
+        self.labels.resize_device(num_blocks)
+
+    def add_adapter(self, number: int, adapter: Adapter) -> None:
+        """Let new rows have an adapter, by a number that none has had."""
+        self._adapters.add(number, adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        """Let go of an adapter, as soon as no row has it; no new one may."""
+        self._adapters.remove(number)
+
+    def close(self) -> None:
+        """End what runs besides the calling thread; nothing may be called afterwards."""
+        self._moves.close()
+        if self._structured is not None:
+            self._structured.close()
+
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The host tier; None: there is none."""
+        return self._moves.host_pool
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Launch a step and collect it."""
+        return self.collect(self.launch(step))
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """Apply a step's changes and start its computation.
+
+        Raises:
+            InvalidArgumentError, BrokenInvariantError: as `Rows.apply`; only `reset` goes on then.
+        """
+        start_s = time.monotonic()
+        with timeline.span("change the rows"):
+            scheduled = self.rows.apply(step)
+            self._change_sequences(step)
+        if self._speculation is not None:
+            with timeline.span("draft"):
+                scheduled = self._speculation.extend(step, scheduled)
+        self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
+        self._busy.begin()
+        with timeline.span("move blocks"):
+            failed_swap_ins = self._moves.start(step)
+        readback: Readback | None = None
+        prompt_scores: tuple[PromptScores, ...] = ()
+        if len(scheduled.rows):
+            sampled, prompt_scores = self._model_runner.run(scheduled)
+            if sampled:
+                readback = Readback(merged(sampled))
+                self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
+        self._busy.end()
+        disk_pool = None if len(scheduled.rows) else self._moves.disk_pool
+        return LaunchedStep(
+            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
+        )
+
+    def collect(self, launched: LaunchedStep) -> StepOutput:
+        """Wait for a launched step and say what it produced; in the order of launching."""
+        scheduled, readback = launched.scheduled, launched.readback
+        sampled = NOTHING_SAMPLED if readback is None else readback.wait()
+        metrics.DEVICE_BUSY_SECONDS.inc(self._busy.take_s())
+        rows = scheduled.rows[scheduled.sampling]
+        incarnations = scheduled.incarnations[scheduled.sampling]
+        # On CUDA a row's end may have become known after this step was launched.
+        is_live = ~self.rows.has_ended(rows, incarnations)
+        if self._speculation is not None:
+            is_live &= self._speculation.keep(scheduled, sampled.token_ids, sampled.is_finite)
+        has_failed = is_live & ~sampled.is_finite
+        is_stuck = np.zeros(len(rows), np.bool_)
+        is_stuck[sampled.stuck] = True
+        is_stuck &= is_live & ~has_failed
+        has_sampled = is_live & ~has_failed & ~is_stuck
+        stops = has_sampled & self._sampler.table.ends(rows, sampled.token_ids)
+        ended = stops | has_failed | is_stuck
+        if ended.any():
+            num_tokens = scheduled.positions + has_sampled
+            self.rows.end(rows[ended], incarnations[ended], num_tokens[ended], stops[ended])
+        self.rows.store_sampled(rows, incarnations, scheduled.positions, sampled.token_ids)
+        logprobs = _of_sampled(sampled.logprobs, has_sampled)
+        if logprobs:
+            self.rows.store_logprobs(rows[has_sampled], incarnations[has_sampled], logprobs)
+        execute_s = time.monotonic() - launched.start_s
+        if self._speculation is not None:
+            self._speculation.advance(scheduled, has_sampled, execute_s)
+        if self._spans.has_any:
+            has_row = has_sampled & self.rows.is_current(rows, incarnations)
+            now_s = time.time()
+            start_s = now_s - execute_s
+            self._spans.computed(launched.step_id, scheduled, rows[has_row], start_s, now_s)
+        if has_failed.any():
+            self.labels.distrust(
+                self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
+            )
+        disk = self._moves.take_ended(launched.step_id)
+        return StepOutput(
+            step_id=launched.step_id,
+            sampled_rows=rows[has_sampled].astype(np.int32),
+            sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
+            stopped_rows=rows[stops].astype(np.int32),
+            failed_rows=rows[has_failed].astype(np.int32),
+            stuck_rows=rows[is_stuck].astype(np.int32),
+            failed_swap_in_block_ids=launched.failed_swap_in_block_ids,
+            stored_disk_block_ids=disk.stored,
+            failed_disk_block_ids=disk.failed_stores,
+            loaded_host_block_ids=disk.loaded,
+            failed_host_block_ids=disk.failed_loads,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(
+                logprobs for scores in launched.prompt_scores for logprobs in scores.wait()
+            ),
+            num_computed_tokens=scheduled.num_tokens,
+            execute_s=execute_s,
+            head_start_s=(
+                head_start_s(scheduled, self.rows.num_prompt, execute_s)
+                if self._device.type == "cpu"
+                else 0.0
+            ),
+        )
+
+    def _change_sequences(self, step: StepInput) -> None:
+        """Tell the sampler and the spans which sequences went and came."""
+        released = step.released_rows.tolist()
+        if released:
+            self._spans.released(released, time.time())
+            self._sampler.release(released)
+            self._adapters.free_unused()
+        if step.new_rows:
+            self._spans.opened(step.new_rows, time.time())
+        for new in step.new_rows:
+            self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+
+
+def _of_sampled(
+    logprobs: tuple[TokenLogprob, ...], has_sampled: BoolArray
+) -> tuple[TokenLogprob, ...]:
+    """Renumber from places among the rows that should sample to places among those that did."""
+    if not logprobs:
+        return ()
+    places = np.cumsum(has_sampled) - 1
+    return tuple(
+        replace(logprob, index=int(places[logprob.index]))
+        for logprob in logprobs
+        if has_sampled[logprob.index]
+    )

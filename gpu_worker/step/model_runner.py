@@ -1,0 +1,216 @@
+"""Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import structlog
+import torch
+
+from gpu_worker import metrics
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_table import NO_ADAPTERS
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.parallel.shared_sampling import Sampling
+from gpu_worker.sampling.forced_tokens import sample_others
+from gpu_worker.sampling.prompt_logprobs import PromptScores, score_prompts
+from gpu_worker.sampling.sampler import Sampled
+from gpu_worker.step.graphs import DecodeGraphs, GraphBackend
+from gpu_worker.step.input_batch import InputBatch, build_input_batch
+from gpu_worker.step.messages import Int64Array, Limits
+from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.split import TokenLimit, halves
+from gpu_worker.weights.json_fields import ModelError
+from rpc.observe import timeline
+
+_log = structlog.get_logger()
+
+
+class Decoder(Protocol):
+    """A model, as `model_source.open_model` leads to it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """`[N, hidden]` of the N wanted tokens; stores the K and V of all in the pool."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[S, vocab] of `[S, hidden]`."""
+
+
+def forward(
+    model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """Compute a batch's tokens: the final hidden states `[N, E]` that `metadata` wants.
+
+    Raises:
+        ModelError: The model's class, which may be a user's, returns those of other tokens.
+    """
+    hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
+    if len(hidden) != metadata.num_wanted:
+        raise ModelError(
+            f"{type(model).__name__}.forward returned hidden states of {len(hidden)} tokens;"
+            f" metadata.num_wanted is {metadata.num_wanted}"
+        )
+    return hidden
+
+
+class ModelRunner:
+    """A model over a pool. One thread calls everything here, in `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Any,
+        rows: Rows,
+        sampler: Sampling,
+        limits: Limits,
+        device: torch.device,
+        *,
+        takes_parts: bool,
+        is_all_known: bool,
+        adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+    ) -> None:
+        """`adapters` are by the numbers that rows have; their owner changes them between steps.
+
+        `takes_parts` is False if other devices of the model would have to cut a step alike.
+
+        `is_all_known` says whether the rows have the values of all tokens before a step begins.
+        """
+        self._model = model
+        self._pool = pool
+        self._rows = rows
+        self._sampler = sampler
+        self._limits = limits
+        self._device = device
+        self._takes_parts = takes_parts
+        self._is_all_known = is_all_known
+        self._adapters = adapters
+        self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+        self._token_limit = TokenLimit()
+
+    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Let steps of decodes alone replay graphs from now on; called before the first step.
+
+        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
+        """
+        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs.capture(backend, report)
+        self._graphs = graphs
+
+    def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """Compute a step's tokens, draw for those that sample, and score what prompts want scored.
+
+        Returns:
+            What each part of the step has drawn, none if it samples nothing, and its scores. On a
+            GPU neither is there yet.
+        """
+        results = self._run(scheduled)
+        self._token_limit.note_step()
+        return results
+
+    def _run(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        """As `run`; in parts, one after another, if the device has no memory for all at once."""
+        if self._is_replayed(scheduled) or self._token_limit.allows(scheduled.num_tokens):
+            try:
+                return self._run_at_once(scheduled)
+            except torch.OutOfMemoryError as error:
+                if not self._takes_parts or halves(scheduled) is None:
+                    raise
+                _log.warning(
+                    "no memory for a step: computing it in parts",
+                    num_tokens=scheduled.num_tokens,
+                    error=str(error),
+                )
+            metrics.OUT_OF_MEMORY.inc()
+            self._token_limit.shrink(scheduled.num_tokens)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        if (parts := halves(scheduled)) is None:
+            return self._run_at_once(scheduled)
+        sampled: list[Sampled] = []
+        scores: list[PromptScores] = []
+        for part in parts:
+            part_sampled, part_scores = self._run(part)
+            sampled += part_sampled
+            scores += part_scores
+        return tuple(sampled), tuple(scores)
+
+    def _is_replayed(self, scheduled: ScheduledRows) -> bool:
+        if self._graphs is None or not self._graphs.takes(scheduled):
+            return False
+        return not (self._adapters and self._rows.adapter[scheduled.rows].any())
+
+    def _run_at_once(
+        self, scheduled: ScheduledRows
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
+        prompt_scores = None
+        if self._graphs is not None and self._is_replayed(scheduled):
+            with timeline.span("replay"):
+                hidden, sampling_rows = self._graphs.replay(self._rows, scheduled)
+        else:
+            hidden, sampling_rows, prompt_scores = self._forward(scheduled)
+        scores = () if prompt_scores is None else (prompt_scores,)
+        if not len(scheduled.sampling):
+            return (), scores
+        return (self._sample(hidden, sampling_rows, scheduled),), scores
+
+    def _forward(
+        self, scheduled: ScheduledRows
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
+        with timeline.span("gather the inputs"):
+            batch = build_input_batch(
+                self._rows,
+                scheduled,
+                self._last_token_ids,
+                self._limits.block_size,
+                is_all_known=self._is_all_known,
+                adapters=self._adapters,
+            )
+        is_scored = self._sampler.table.wants_prompt_logprobs[scheduled.rows].any()
+        metadata = replace(batch.metadata, wanted=None) if is_scored else batch.metadata
+        with timeline.span("forward"):
+            hidden = forward(self._model, batch, self._pool, metadata)
+        prompt_scores = None
+        if is_scored:
+            prompt_scores = score_prompts(
+                hidden, self._rows, scheduled, self._sampler.table, self._model.logits
+            )
+            hidden = batch.metadata.select(hidden)
+        return hidden, batch.sampling_rows, prompt_scores
+
+    def _sample(
+        self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
+    ) -> Sampled:
+        """Draw a token for each row that samples; the next step finds it on the device."""
+        rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
+        with timeline.span("ask the grammars"):
+            forced = self._sampler.forced(rows)
+        if forced is None:
+            sampled = self._sample_from(hidden, rows, positions)
+        else:
+            sampled = sample_others(
+                forced,
+                hidden,
+                lambda part, places: self._sample_from(part, rows[places], positions[places]),
+            )
+        if not self._is_all_known:
+            self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
+        return sampled
+
+    def _sample_from(
+        self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> Sampled:
+        num_outputs = positions - self._rows.num_prompt[rows]
+        with timeline.span("logits"):
+            logits = self._model.logits(hidden)
+        with timeline.span("sample"):
+            return self._sampler.sample(logits, rows, positions, num_outputs)

@@ -1,0 +1,331 @@
+"""The persistent rows: what the worker knows of each live sequence, and which of them compute.
+
+A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
+every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
+(`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
+value of a token. Where tokens are guessed (`speculation.py`) it is otherwise: `advance` says how
+many a row that decodes has got, before the next step.
+
+Each row's tokens, by position::
+
+    [0, num_computed)           their KV is in the row's blocks once the steps so far are done
+    [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpu_worker.service.holdings import HeldRow
+from gpu_worker.step.messages import (
+    BoolArray,
+    BrokenInvariantError,
+    Int32Array,
+    Int64Array,
+    Limits,
+    NewRow,
+    StepInput,
+    TokenLogprob,
+)
+from rpc.errors import InvalidArgumentError
+
+_NUM_LOGPROBS = 32
+"""Kept of each row's last tokens: more than the steps and messages under way have of one, guesses
+included, of which nobody has heard when the scheduler dies."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledRows:
+    """Which rows compute in a step, decodes first, and which of them sample.
+
+    Arrays are int64[S], parallel, unless they say otherwise; N tokens are sampled.
+    """
+
+    rows: Int64Array
+    """The decodes ascending, then those with guesses, the rest as the batch named them."""
+    starts: Int64Array
+    """The position of the first token that each computes."""
+    lens: Int64Array
+    """How many tokens each computes; 1 for the decodes."""
+    num_decodes: int
+    sampling: Int64Array
+    """int64[N]: places in `rows` of those that sample, ascending: they compute the last of their
+    known tokens. One with guesses is there for each of its tokens."""
+    positions: Int64Array
+    """int64[N]: the index that each sampled token has in its sequence."""
+    incarnations: Int64Array
+    """Which sequence had the row; see `Rows.incarnation`."""
+    num_drafting: int = 0
+    """Rows that decode with guesses; they follow the `num_decodes` without."""
+    guesses: Int64Array | None = None
+    """int64[N]: what each sampled token was guessed to be, or NO_TOKEN; None: none was guessed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in all."""
+        return int(self.lens.sum())
+
+
+class Rows:
+    """All rows of a worker. `apply` is called once per step, in order, before the step computes."""
+
+    def __init__(self, limits: Limits, *, has_guesses: bool = False) -> None:
+        """`has_guesses`: whether `advance` is called for what decodes, after each step."""
+        num_rows = limits.max_num_seqs
+        self._has_guesses = has_guesses
+        self._limits = limits
+        self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
+        """Known tokens, as far as their values have arrived."""
+        self.block_tables = np.zeros((num_rows, limits.max_blocks_per_row), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        """Entries of each block table that are set; tables only grow."""
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.max_total = np.zeros(num_rows, np.int64)
+        self.adapter = np.zeros(num_rows, np.int64)
+        """As `NewRow.adapter`."""
+        self.is_used = np.zeros(num_rows, np.bool_)
+        self.is_decoding = np.zeros(num_rows, np.bool_)
+        """Decodes, in the scheduler's count: rows that have ended but are not released included."""
+        self.incarnation = np.zeros(num_rows, np.int64)
+        """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
+        self.ended_incarnation = np.full(num_rows, -1, np.int64)
+        """The last one that sampled an end token, or could not sample: it computes no more."""
+        self._ended_len = np.zeros(num_rows, np.int64)
+        """Its tokens; `num_tokens` goes on in name."""
+        self._has_stopped = np.zeros(num_rows, np.bool_)
+        """Whether the last of these is an end token."""
+        self._new: list[NewRow | None] = [None] * num_rows
+        """As each row was announced."""
+        self._logprobs: dict[int, deque[TokenLogprob]] = {}
+        """By row, those of its last tokens, if they are wanted."""
+
+    @property
+    def num_used(self) -> int:
+        """Rows that hold a sequence."""
+        return int(self.is_used.sum())
+
+    def apply(self, step: StepInput) -> ScheduledRows:
+        """Make the changes of a step and take its computation as done.
+
+        Raises:
+            InvalidArgumentError: the batch contradicts the rows' state, or computes more than fits.
+            BrokenInvariantError: `num_decodes` is not what is counted here.
+
+        After an error the rows are in no defined state; `clear` is the only way on.
+        """
+        if len(step.released_rows):
+            self._release(step.released_rows)
+        for new_row in step.new_rows:
+            self._add(new_row)
+        if len(step.appended_rows):
+            self._append_blocks(step.appended_rows, step.appended_block_ids)
+        self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
+        return self._schedule(step)
+
+    def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
+        """Count the tokens that rows which decode have got in a step, int64[N]; some end by it."""
+        self.num_tokens[rows] += num_tokens
+        self.num_computed[rows] = self.num_tokens[rows] - 1
+        full = rows[self.num_tokens[rows] >= self.max_total[rows]]
+        full = full[~self.has_ended(full, self.incarnation[full])]
+        no_stops = np.zeros(len(full), np.bool_)
+        self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
+
+    def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
+        """bool[N]: whether each of `rows` is still that sequence's, or was the last to be."""
+        current: BoolArray = self.incarnation[rows] == incarnations
+        return current
+
+    def store_sampled(
+        self, rows: Int64Array, incarnations: Int64Array, positions: Int64Array, values: Int64Array
+    ) -> None:
+        """Write sampled tokens that have arrived; those of sequences gone by now are dropped."""
+        current = self.is_current(rows, incarnations)
+        self.token_ids[rows[current], positions[current]] = values[current]
+
+    def store_logprobs(
+        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[TokenLogprob]
+    ) -> None:
+        """Keep log-probabilities that have arrived, for the next scheduler.
+
+        Args:
+            rows: int64[N]: rows that sampled a token each.
+            incarnations: int64[N]; of sequences gone by now they are dropped.
+            logprobs: Each of the token at its `index` in `rows`.
+        """
+        for logprob in logprobs:
+            row = int(rows[logprob.index])
+            if self.incarnation[row] == incarnations[logprob.index]:
+                self._logprobs.setdefault(row, deque(maxlen=_NUM_LOGPROBS)).append(logprob)
+
+    def end(
+        self,
+        rows: Int64Array,
+        incarnations: Int64Array,
+        num_tokens: Int64Array,
+        has_stopped: BoolArray,
+    ) -> None:
+        """Compute no more for these sequences; they may have lost their rows by now.
+
+        Args:
+            rows: int64[N].
+            incarnations: int64[N].
+            num_tokens: int64[N], how many tokens they have.
+            has_stopped: bool[N], whether the last of these is an end token.
+        """
+        self.ended_incarnation[rows] = incarnations
+        self._ended_len[rows] = num_tokens
+        self._has_stopped[rows] = has_stopped
+
+    def has_ended(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
+        """bool[N]: whether each sequence is known to have ended."""
+        ended: BoolArray = self.ended_incarnation[rows] == incarnations
+        return ended
+
+    def block_table(self, row: int) -> Int32Array:
+        """int32[N]: a copy of a row's block table."""
+        return self.block_tables[row, : self.num_blocks[row]].copy()
+
+    def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
+        """Describe the sequences that have an identity, once all results have arrived.
+
+        Args:
+            is_broken: Says of a block table whether its KV is: such a sequence is left out.
+        """
+        held = []
+        for row in np.flatnonzero(self.is_used).tolist():
+            new, blocks = self._new[row], self.block_table(row)
+            assert new is not None, "a used row was announced"
+            if not new.identity or is_broken(blocks):
+                continue
+            num_tokens, has_stopped = int(self.num_tokens[row]), False
+            if self.ended_incarnation[row] == self.incarnation[row]:
+                num_tokens, has_stopped = int(self._ended_len[row]), bool(self._has_stopped[row])
+            held.append(
+                HeldRow(
+                    identity=new.identity,
+                    token_ids=self.token_ids[row, :num_tokens].copy(),
+                    num_computed_tokens=min(int(self.num_computed[row]), num_tokens - 1),
+                    block_ids=blocks,
+                    has_stopped=has_stopped,
+                    had_logprobs=new.sampling.logprobs is not None,
+                    note=new.note,
+                    logprobs=tuple(self._logprobs.get(row, ())),
+                )
+            )
+        return tuple(held)
+
+    def first_with_block_from(self, block: int) -> int | None:
+        """The first row whose table names a block of this number or a higher one; None: none."""
+        is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]
+        is_beyond = is_own & (self.block_tables >= block) & self.is_used[:, None]
+        (rows,) = np.nonzero(is_beyond.any(axis=1))
+        return int(rows[0]) if len(rows) else None
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self.is_used[:] = False
+        self.is_decoding[:] = False
+        self.incarnation += 1
+
+    def _release(self, rows: Int32Array) -> None:
+        _require(self.is_used[rows], "released_rows", rows, "which is free")
+        self.is_used[rows] = False
+        self.is_decoding[rows] = False
+
+    def _add(self, new: NewRow) -> None:
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        if self.is_used[row]:
+            raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
+        self.token_ids[row, :num_tokens] = new.token_ids
+        self.block_tables[row, :num_blocks] = new.block_ids
+        self.num_blocks[row] = num_blocks
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.max_total[row] = new.max_total_tokens
+        self.adapter[row] = new.adapter
+        self.is_used[row] = True
+        self.incarnation[row] += 1
+        self._new[row] = new
+        self._logprobs.pop(row, None)
+
+    def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
+        _require(self.is_used[rows], "appended_rows", rows, "which is free")
+        has_room = self.num_blocks[rows] < self.block_tables.shape[1]
+        _require(has_room, "appended_rows", rows, "whose block table is full")
+        self.block_tables[rows, self.num_blocks[rows]] = block_ids
+        self.num_blocks[rows] += 1
+
+    def _rename_blocks(self, src: Int32Array, dst: Int32Array) -> None:
+        if len(src):
+            (used,) = np.nonzero(self.is_used)
+            width = self.num_blocks[used].max(initial=0)
+            tables = self.block_tables[used, :width]  # behind a row's own there may be any number
+            names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
+            names[src] = dst
+            self.block_tables[used, :width] = names[tables]
+
+    def _schedule(self, step: StepInput) -> ScheduledRows:
+        (decoding,) = self.is_decoding.nonzero()
+        if len(decoding) != step.num_decodes:
+            raise BrokenInvariantError(
+                f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
+                f"{step.step_id}"
+            )
+        chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
+        if len(chunk_rows):
+            self._require_computable(chunk_rows, chunk_lens)
+        decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
+        rows = np.concatenate([decodes, chunk_rows])
+        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])
+        if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
+            raise InvalidArgumentError(
+                "chunk_lens",
+                f"makes {num_tokens} tokens with the decodes; a step computes at most "
+                f"{self._limits.max_num_batched_tokens}",
+            )
+        starts = self.num_computed[rows]
+        room = self.num_blocks[rows] * self._limits.block_size
+        _require(
+            starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
+        )
+
+        # Rows that ended go on in name: the scheduler counts them until it knows and releases them.
+        self.num_computed[chunk_rows] += chunk_lens
+        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
+        sampled = chunk_rows[is_last]
+        if not self._has_guesses:
+            self.num_computed[decoding] += 1
+            sampled = np.concatenate([decoding, sampled])
+        self.num_tokens[sampled] += 1
+        self.is_decoding[sampled] = self.num_tokens[sampled] < self.max_total[sampled]
+        sampling = np.concatenate([np.arange(len(decodes)), len(decodes) + is_last.nonzero()[0]])
+        return ScheduledRows(
+            rows=rows,
+            starts=starts,
+            lens=lens,
+            num_decodes=len(decodes),
+            sampling=sampling,
+            positions=(starts + lens)[sampling],
+            incarnations=self.incarnation[rows],
+        )
+
+    def _require_computable(self, rows: Int64Array, lens: Int64Array) -> None:
+        _require(self.is_used[rows], "chunk_rows", rows, "which is free")
+        _require(~self.is_decoding[rows], "chunk_rows", rows, "which decodes")
+        has_room = self.num_tokens[rows] < self.max_total[rows]
+        _require(has_room, "chunk_rows", rows, "which has its max_total_tokens")
+        num_left = self.num_tokens[rows] - self.num_computed[rows]
+        _require(lens <= num_left, "chunk_lens", lens, "more than the row's tokens to compute")
+
+
+def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:
+    """Raise for the first of `values` for which the condition does not hold."""
+    if not holds.all():
+        value = values[np.argmin(holds)]
+        raise InvalidArgumentError(field, f"has {value}, {problem}")

@@ -1,0 +1,187 @@
+"""Reads the linear maps that a quantized checkpoint packs, in as few bytes as the device can.
+
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+"""
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+import structlog
+import torch
+
+from gpu_worker.weights.checkpoint import Piece
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.packed_weight import (
+    TensorSpec,
+    cut_weight,
+    dequantize_fp8,
+    fp8_tensors,
+    integer_tensors,
+    unpack_integers,
+)
+from gpu_worker.weights.quantized_linear import QuantizedWeight, can_multiply, make_quantized_linear
+from gpu_worker.weights.stored_format import Fp8Format, IntegerFormat, StoredFormat
+
+_CPU: Final = torch.device("cpu")
+_META: Final = torch.device("meta")
+_GIB: Final = 1024**3
+
+_log = structlog.get_logger()
+
+
+class PackedMaps:
+    """Makes maps of packed tensors, and counts what becomes of them.
+
+    Integers stay integers on a CPU that can multiply them, else become `dtype`; fp8 always does.
+    """
+
+    def __init__(
+        self,
+        stored: StoredFormat,
+        names: AbstractSet[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: Callable[[Piece, torch.Tensor], None],
+    ) -> None:
+        """Arguments are as those of `Weights`; on the meta device it only asks for tensors."""
+        self._stored = stored
+        self._names = names
+        self._dtype = dtype
+        self._device = device
+        self._fill = fill
+        self._num_packed = 0
+        self._num_dequantized = 0
+        self._mark = "qweight" if isinstance(stored, IntegerFormat) else stored.scale_name
+
+    @property
+    def unused(self) -> str:
+        """Matches names of tensors that are for activations alone, which are never rounded."""
+        return r".*\.input_scale"
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint packs this map."""
+        return f"{name}.{self._mark}" in self._names
+
+    def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
+        """The maps of one input with these weights as one: their outputs joined.
+
+        Args:
+            pieces: of weights `[N, K]` all or some rows or columns; some may not be packed.
+            bias: of all of them.
+
+        Raises:
+            ModelError: a tensor cannot be what the format says.
+        """
+        parts = [self._part(piece, has_bias=bias is not None) for piece in pieces]
+        if self._device == _META:
+            shape = sum(piece.piece_shape[0] for piece in pieces), pieces[0].piece_shape[1]
+            return make_linear(torch.empty(shape, dtype=self._dtype, device=_META), bias)
+        integers = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(integers) == len(parts) and self._device == _CPU:
+            joined = self._join(integers)
+            if can_multiply(joined):
+                self._num_packed += joined.values.numel()
+                return make_quantized_linear(joined, bias)
+        weight = torch.cat([self._dequantized(part) for part in parts])
+        self._num_dequantized += weight.numel()
+        return make_linear(weight, bias)
+
+    def log(self) -> None:
+        """Say what became of the maps, and what those cost that are dequantized."""
+        _log.info(
+            "quantized checkpoint",
+            kind=self._stored.title,
+            packed_weights=self._num_packed,
+            dequantized_weights=self._num_dequantized,
+            dequantized_gib=round(self._num_dequantized * self._dtype.itemsize / _GIB, 3),
+        )
+
+    def _part(self, piece: Piece, *, has_bias: bool) -> QuantizedWeight | torch.Tensor:
+        """What a piece stands for: in float32 and unrounded, if its groups can be kept, whole.
+
+        A tensor is read whole, even if only a part is wanted: groups and blocks may be cut in two.
+        """
+        name = piece.name.removesuffix(".weight")
+        if not self.has(name):
+            weight = torch.empty(piece.piece_shape, device=self._reading_on)
+            self._fill(piece, weight)
+            return weight
+        num_out, num_in = piece.shape
+        rows, columns = (*piece.where, slice(None), slice(None))[:2]
+        if isinstance(self._stored, Fp8Format):
+            tensors = self._read(name, fp8_tensors(self._stored, num_out, num_in))
+            if self._device == _META:
+                return tensors["weight"]
+            return dequantize_fp8(self._stored, tensors)[rows, columns]
+        self._refuse_sizes(self._stored, name, num_out, num_in)
+        tensors = self._read(name, integer_tensors(self._stored, num_out, num_in))
+        self._refuse_order(self._stored, name, num_in)
+        if not has_bias:
+            self._refuse_bias(name, num_out)
+        if self._device == _META:
+            return tensors["scales"]
+        whole = unpack_integers(self._stored, tensors)
+        cut = cut_weight(whole, rows, columns)
+        return whole.dequantized()[rows, columns] if cut is None else cut
+
+    def _read(self, name: str, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for end, (shape, dtype) in specs.items():
+            tensors[end] = torch.empty(shape, dtype=dtype, device=self._reading_on)
+            self._fill(Piece(f"{name}.{end}", shape), tensors[end])
+        return tensors
+
+    @property
+    def _reading_on(self) -> torch.device:
+        return _META if self._device == _META else _CPU
+
+    def _refuse_sizes(self, stored: IntegerFormat, name: str, num_out: int, num_in: int) -> None:
+        per_word = 32 // stored.bits
+        if num_in % (stored.group_size or 1):
+            raise ModelError(
+                f"{name} has {num_in} input features; quantization_config.group_size is"
+                f" {stored.group_size}, which must divide them"
+            )
+        for what, size in (("input", num_in), ("output", num_out)):
+            if size % per_word:
+                raise ModelError(
+                    f"{name} has {size} {what} features; {stored.bits} bits are packed by"
+                    f" {per_word}, which must divide them"
+                )
+
+    def _refuse_order(self, stored: IntegerFormat, name: str, num_in: int) -> None:
+        """Let GPTQ's `g_idx` say only what is so without it: groups are of neighbours."""
+        if f"{name}.g_idx" not in self._names:
+            return
+        found = self._read(name, {"g_idx": ((num_in,), torch.int32)})["g_idx"]
+        expected = torch.arange(num_in, dtype=torch.int32) // (stored.group_size or num_in)
+        if not found.is_meta and not torch.equal(found, expected):
+            raise ModelError(
+                f"{name}.g_idx puts input features out of order, as desc_act does; supported is"
+                " that they are in order"
+            )
+
+    def _refuse_bias(self, name: str, num_out: int) -> None:
+        """Let a bias that the model lacks be there if it is zero, as some writers of GPTQ have."""
+        if f"{name}.bias" not in self._names:
+            return
+        bias = torch.empty(num_out, device=self._reading_on)
+        self._fill(Piece(f"{name}.bias", (num_out,)), bias)
+        if not bias.is_meta and bias.any():
+            raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
+
+    def _join(self, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Along N, with scales and offsets rounded to the activations' dtype."""
+        offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
+        return QuantizedWeight(
+            parts[0].quantization,
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.scales for part in parts]).to(self._dtype),
+            offsets.to(self._dtype),
+        ).without_zero_offsets()
+
+    def _dequantized(self, part: QuantizedWeight | torch.Tensor) -> torch.Tensor:
+        weight = part.dequantized() if isinstance(part, QuantizedWeight) else part
+        return weight.to(self._device, self._dtype)

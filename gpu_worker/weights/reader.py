@@ -1,0 +1,312 @@
+"""Reads a model's tensors out of a Hugging Face directory and builds the model from them.
+
+Symbols: `N` output features of a linear map, `K` its input features.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.weights.checkpoint import Checkpoint, Piece
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.packed_maps import PackedMaps
+from gpu_worker.weights.quantized_linear import (
+    Quantization,
+    can_quantize,
+    make_quantized_linear,
+    quantize,
+)
+from gpu_worker.weights.stored_format import StoredFormat
+
+ModelT = TypeVar("ModelT")
+MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
+
+_META = torch.device("meta")
+_MAX_NAMES_SHOWN = 5
+_DUMMY_STD = 0.02
+"""As models are initialized: activations stay in range."""
+
+
+class Weights:
+    """The tensors of a checkpoint, converted and put on a device as they are asked for."""
+
+    def __init__(
+        self,
+        names: AbstractSet[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: Callable[[Piece, torch.Tensor], None],
+        quantization: Quantization | None = None,
+        ranks: Ranks | None = None,
+        stored: StoredFormat | None = None,
+    ) -> None:
+        """`fill` gives an empty tensor its contents; `names` are those of all tensors there are.
+
+        `ranks` are the devices that share the model; None: it is on this one alone. `stored` is how
+        the checkpoint packs its linear maps; None: not at all.
+        """
+        self.names = names
+        self.ranks = ranks
+        self.place = Place() if ranks is None else ranks.place
+        """Which part of the model is wanted."""
+        self.dtype = dtype
+        """Of all weights, and of the activations."""
+        self.device = device
+        self.num_quantized = 0
+        """How many linear maps were quantized."""
+        self._quantization = quantization
+        self._fill = fill
+        self._ignored: list[re.Pattern[str]] = []
+        self.packed: PackedMaps | None = None
+        """Reads the maps that the checkpoint packs."""
+        if stored is not None:
+            self.packed = PackedMaps(stored, names, dtype, device, fill)
+            self.ignore(self.packed.unused)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor, of this shape."""
+        return self._joined([Piece(name, shape)])
+
+    def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
+        """Some rows of a tensor of this shape."""
+        return self._joined([Piece(name, shape, (slice(rows.start, rows.stop),))])
+
+    def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
+        """A linear map, or several of one input fused into one: their outputs joined.
+
+        It is quantized if the worker was told to.
+
+        Args:
+            num_in: K.
+            parts: of each map the name, to which ".weight" and ".bias" are added, and its N.
+            bias: whether they have one.
+        """
+        return self._linear([(name, (num_out, num_in), ()) for name, num_out in parts], bias=bias)
+
+    def split_outputs(
+        self, num_in: int, *parts: tuple[str, int, int], bias: bool = False
+    ) -> Linear:
+        """As `linear`, of each map only this rank's share of the outputs.
+
+        Args:
+            num_in: K.
+            parts: of each map the name; how many groups its outputs come in, such as heads, of
+                which this rank has `Place.groups`; and the size of a group.
+            bias: whether they have one.
+        """
+        shares = []
+        for name, num_groups, size in parts:
+            groups = self.place.groups(num_groups)
+            rows = slice(groups.start * size, groups.stop * size)
+            shares.append((name, (num_groups * size, num_in), (rows,)))
+        return self._linear(shares, bias=bias)
+
+    def split_inputs(
+        self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
+    ) -> Linear:
+        """As `linear`, on this rank's share of the inputs: its outputs are a part of a sum.
+
+        `summed` makes the sum of them.
+
+        Args:
+            num_groups: how many groups the inputs come in.
+            size: of a group.
+            part: the map's name and N.
+            bias: whether it has one; one rank adds it.
+        """
+        name, num_out = part
+        groups = self.place.groups(num_groups)
+        columns = (slice(None), slice(groups.start * size, groups.stop * size))
+        bias = bias and self.place.tensor_rank == 0
+        return self._linear([(name, (num_out, num_groups * size), columns)], bias=bias)
+
+    def summed(self, part: MapT) -> MapT | Linear:
+        """Add up what the ranks of the stage make of their shares; alone, it is `part` itself."""
+        if self.ranks is None or self.place.tensor_size == 1:
+            return part
+        return self.ranks.summed(part)
+
+    def joined(self, part: MapT, num_out: int) -> MapT | Linear:
+        """Put together what each rank makes of `num_out` outputs, as `Place.vocabulary` has it."""
+        if self.ranks is None or self.place.tensor_size == 1:
+            return part
+        return self.ranks.joined(part, num_out)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        """The map that scores the vocabulary, from its weight `[V, E]`, which may be the embedding.
+
+        Where the others are quantized it has 8 bits. They cost nothing that can be measured, where
+        4 cost the shipped model 1.3 % of its perplexity; 16 would be much of what a small model
+        reads in each step. The embedding is looked up, not read, and stays as it is.
+        """
+        return self._map(weight, None, Quantization.INT8 if self._quantization else None)
+
+    def _linear(
+        self,
+        parts: Sequence[tuple[str, tuple[int, int], tuple[slice, ...]]],
+        *,
+        bias: bool,
+    ) -> Linear:
+        """One map of several: of each the name, the weight's shape, and which part of it."""
+        joined_bias = None
+        if bias:
+            joined_bias = self._joined(
+                [Piece(f"{name}.bias", shape[:1], where[:1]) for name, shape, where in parts]
+            )
+        pieces = [Piece(f"{name}.weight", shape, where) for name, shape, where in parts]
+        if self.packed is not None and any(self.packed.has(name) for name, _, _ in parts):
+            return self.packed.linear(pieces, joined_bias)
+        weight = self._joined(pieces)
+        num_in = weight.shape[1]
+        if self._quantization is not None and not can_quantize(num_in, self._quantization):
+            raise ModelError(
+                f"quantization is {self._quantization.value}; {parts[0][0]} has {num_in} input"
+                " features, required is a multiple of 32"
+            )
+        return self._map(weight, joined_bias, self._quantization)
+
+    def _map(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization | None
+    ) -> Linear:
+        if quantization is None:
+            return make_linear(weight, bias)
+        self.num_quantized += 1
+        if weight.is_meta:  # only planned
+            return make_linear(weight, bias)
+        return make_quantized_linear(quantize(weight, quantization), bias)
+
+    def ignore(self, pattern: str) -> None:
+        """Let tensors be there whose whole name matches a regular expression, though unused."""
+        self._ignored.append(re.compile(pattern))
+
+    def ignores(self, name: str) -> bool:
+        """Whether it may be there though unused."""
+        return any(pattern.fullmatch(name) for pattern in self._ignored)
+
+    def _joined(self, parts: Sequence[Piece]) -> torch.Tensor:
+        """Pieces joined along their first dimension, in one allocation."""
+        shapes = [part.piece_shape for part in parts]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty(sum(rows), *shapes[0][1:], dtype=self.dtype, device=self.device)
+        for part, of_part in zip(parts, torch.split(out, rows), strict=True):
+            self._fill(part, of_part)
+        return out
+
+
+def load_weights(
+    directory: Path,
+    architecture: str,
+    build: Callable[[Weights], ModelT],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None],
+    quantization: Quantization | None = None,
+    ranks: Ranks | None = None,
+    stored: StoredFormat | None = None,
+) -> ModelT:
+    """Build a model whose weights are read, converted to `dtype`, and put on `device`.
+
+    It is built twice. The first time its tensors are empty and on the meta device: that tells which
+    it needs, so that a checkpoint that does not fit is refused before gigabytes are read. Besides
+    the weights themselves it needs room for those of one linear map.
+
+    Args:
+        directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        architecture: what an error calls the model.
+        build: makes the model; must not look into the tensors.
+        dtype: of weights and activations.
+        device: where they go.
+        progress: called with the fraction of weights read, growing up to 1.
+        quantization: of the linear maps; None leaves them in `dtype`.
+        ranks: the devices that share the model; each reads its part.
+        stored: how the checkpoint packs its linear maps; None: not at all.
+
+    Raises:
+        ModelError: a file is missing or damaged, tensors are missing, unexpected or misshapen, or
+            the model cannot be quantized.
+    """
+    checkpoint = Checkpoint(directory)
+    num_elems: dict[str, int] = {}
+
+    def count(piece: Piece, out: torch.Tensor) -> None:
+        num_elems[piece.name] = out.numel()
+
+    plan = Weights(checkpoint.names, dtype, _META, count, quantization, None, stored)
+    build(plan)
+    if quantization is not None and not plan.num_quantized:
+        raise ModelError(
+            f"quantization is {quantization.value}; {architecture} makes no map by Weights.linear"
+            " or Weights.head"
+        )
+    missing = sorted(num_elems.keys() - checkpoint.names)
+    if missing:
+        raise ModelError(f"{directory} lacks {_some(missing)} of {architecture}")
+    unused = sorted(checkpoint.names - num_elems.keys())
+    unexpected = [name for name in unused if not plan.ignores(name)]
+    if unexpected:
+        raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
+    if ranks is not None:  # the plan was of the whole model: every rank refuses what one would
+        num_elems.clear()
+        build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks, stored))
+    total, num_read = math.fsum(num_elems.values()), 0
+
+    def fill(piece: Piece, out: torch.Tensor) -> None:
+        nonlocal num_read
+        checkpoint.read_into(piece, out)
+        num_read += out.numel()
+        progress(num_read / total)
+
+    weights = Weights(checkpoint.names, dtype, device, fill, quantization, ranks, stored)
+    model = build(weights)
+    if weights.packed is not None:
+        weights.packed.log()
+    return model
+
+
+class _EveryName(AbstractSet[str]):
+    """A checkpoint that has whatever is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def draw_weights(
+    build: Callable[[Weights], ModelT],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    ranks: Ranks | None = None,
+) -> ModelT:
+    """Build a model of random weights, drawn on the device; as `load_weights`, without its files.
+
+    A tensor of one dimension, such as a norm's, is filled with ones.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def fill(piece: Piece, out: torch.Tensor) -> None:
+        if len(piece.shape) == 1:
+            out.fill_(1)
+        else:
+            out.normal_(std=_DUMMY_STD, generator=generator)
+
+    return build(Weights(_EveryName(), dtype, device, fill, quantization, ranks))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    more = len(names) - _MAX_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

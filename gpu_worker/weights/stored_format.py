@@ -1,0 +1,169 @@
+"""Parses the `quantization_config` of a config.json: how a checkpoint stores its linear maps.
+
+Symbols: `N` output features of a linear map, `K` its input features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+from gpu_worker.weights.json_fields import JsonFields
+
+_GROUP_SIZES: Final = (32, 64, 128)
+_WHOLE: Final = -1
+"""The group size, in a config.json, of one group of all input features."""
+
+
+class Packing(Enum):
+    """In which order integers lie in words of 32 bits; both have the lowest bits first."""
+
+    AWQ = "awq"
+    """Along N, in each word outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm" version."""
+    GPTQ = "gptq"
+    """The weight along K, zero points along N; both in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerFormat:
+    """Unsigned integers, with a zero point and a scale for each group of input features."""
+
+    packing: Packing
+    bits: int
+    """4, or 8 of GPTQ."""
+    group_size: int | None
+    """Input features of a group; None: all."""
+    zero_shift: int
+    """What the stored zero points lack: 1 of GPTQ's first format, else 0."""
+
+    @property
+    def title(self) -> str:
+        """What a line of the log calls it."""
+        return f"{self.packing.value}, {self.bits} bits"
+
+
+class ScaleShape(Enum):
+    """What shares a scale."""
+
+    TENSOR = "tensor"
+    """The map."""
+    CHANNEL = "channel"
+    """An output feature."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Weights in float8_e4m3fn and their scales."""
+
+    scale_shape: ScaleShape | tuple[int, int]
+    """Or how many outputs and inputs a block has that shares one."""
+    scale_name: str
+    """Follows the map's name and a dot."""
+
+    @property
+    def title(self) -> str:
+        """What a line of the log calls it."""
+        return "fp8"
+
+
+StoredFormat: TypeAlias = IntegerFormat | Fp8Format
+
+
+def read_stored_format(fields: JsonFields) -> StoredFormat | None:
+    """How the checkpoint of a config.json stores its maps; None: as ordinary numbers.
+
+    Which of the maps, the tensors tell: lists such as `modules_to_not_convert` and `ignore` say
+    the same of them, in as many ways as there are methods, and are not read.
+
+    Raises:
+        ModelError: it is stored in a way that is not supported, which the message names.
+    """
+    if fields.get("quantization_config") is None:
+        return None
+    config = fields.nested("quantization_config")
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise config.error("quant_method", f"is {method!r}; supported are {', '.join(_METHODS)}")
+    return _METHODS[method](config)
+
+
+def _awq(config: JsonFields) -> StoredFormat:
+    _require(config, "bits", 4)
+    _require(config, "zero_point", True)
+    version = config.get("version", default="gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise config.error("version", f"is {version!r}; supported is 'gemm'")
+    _require(config, "backend", "autoawq", default="autoawq")
+    return IntegerFormat(Packing.AWQ, 4, _group_size(config), zero_shift=0)
+
+
+def _gptq(config: JsonFields) -> StoredFormat:
+    bits = _require(config, "bits", 4, 8)
+    for name in ("desc_act", "lm_head", "is_marlin_format"):
+        if config.boolean(name, default=False):
+            raise config.error(name, "is true; supported is false")
+    _require(config, "pack_dtype", "int32", default="int32")
+    if config.get("dynamic"):
+        raise config.error("dynamic", "is set; maps that differ in bits or groups cannot be read")
+    version = _require(config, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    assert isinstance(bits, int)
+    return IntegerFormat(
+        Packing.GPTQ, bits, _group_size(config), zero_shift=1 if version == "gptq" else 0
+    )
+
+
+def _fp8(config: JsonFields) -> StoredFormat:
+    _require(config, "fmt", "e4m3", default="e4m3")
+    _require(config, "activation_scheme", "dynamic", "static", default="dynamic")
+    block = config.get("weight_block_size")
+    if block is None:
+        return Fp8Format(ScaleShape.TENSOR, "weight_scale")
+    if (
+        not isinstance(block, list)
+        or len(block) != len(("N", "K"))
+        or not all(isinstance(size, int) and size > 0 for size in block)
+    ):
+        raise config.error("weight_block_size", f"is {block!r}; it must be two positive integers")
+    return Fp8Format((block[0], block[1]), "weight_scale_inv")
+
+
+def _compressed_tensors(config: JsonFields) -> StoredFormat:
+    _require(config, "format", "float-quantized")
+    if config.get("kv_cache_scheme") is not None:
+        raise config.error("kv_cache_scheme", "is set; scales of KV in a checkpoint are not read")
+    if config.nested("sparsity_config").get("format", default="dense") != "dense":
+        raise config.error("sparsity_config", "is set; only dense weights are supported")
+    groups = config.nested("config_groups")
+    if len(groups.values) != 1:
+        raise config.error("config_groups", f"has {len(groups.values)} groups; supported is 1")
+    group = groups.nested(next(iter(groups.values)))
+    if group.get("targets") != ["Linear"]:
+        raise group.error("targets", f"is {group.get('targets')!r}; supported is ['Linear']")
+    weights = group.nested("weights")
+    _require(weights, "type", "float")
+    _require(weights, "num_bits", 8)
+    strategy = _require(weights, "strategy", *(shape.value for shape in ScaleShape))
+    return Fp8Format(ScaleShape(strategy), "weight_scale")
+
+
+_METHODS: Final[dict[str, Callable[[JsonFields], StoredFormat]]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _require(config: JsonFields, name: str, *supported: object, default: object = None) -> object:
+    """The field, which must be one of these."""
+    value = config.get(name, default)
+    if value not in supported:
+        choices = ", ".join(map(repr, supported))
+        raise config.error(name, f"is {value!r}; supported is {choices}")
+    return value
+
+
+def _group_size(config: JsonFields) -> int | None:
+    size = _require(config, "group_size", *_GROUP_SIZES, _WHOLE)
+    assert isinstance(size, int)
+    return None if size == _WHOLE else size

@@ -1,0 +1,1 @@
+"""The layers of a Llama-shaped decoder as one native program."""

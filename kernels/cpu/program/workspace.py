@@ -1,0 +1,136 @@
+"""What the calls of a native decoder's layers pass on to one another, and where it lies.
+
+Nothing is written twice while a thread that is late may still be at it: see `Program`.
+
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
+`I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.cpu.program.low_rank import MAPS
+
+_LINE: Final = 32
+"""Elements of a line of the cache."""
+_DTYPE: Final = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeShape:
+    """What a decoder's layers have in common."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    has_qk_norm: bool
+    """Whether heads of queries and keys are normed."""
+    is_gated: bool
+    """Whether the map to gate and up, or what adapters add to it, gives their product."""
+    num_ranks: int = 0
+    """R, at most; 0: there are no adapters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedWork:
+    """What a map's calls write where there are adapters, before its output; both bfloat16."""
+
+    alone: torch.Tensor
+    """[T, N]: what the model's map gives."""
+    ranks: torch.Tensor
+    """[T, R]: what the adapters' A give, in the order by adapter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """What the calls of a layer write, each a tensor of its own; all bfloat16."""
+
+    residual: torch.Tensor
+    """[T, E]: what all layers before add up to; the first has it from elsewhere."""
+    normed: torch.Tensor
+    """[T, E]: for attention."""
+    qkv: torch.Tensor
+    """[T, H + 2 * HKV, D]."""
+    normed_query: torch.Tensor
+    normed_key: torch.Tensor
+    query: torch.Tensor
+    """[T, H, D], rotated."""
+    key: torch.Tensor
+    """[T, HKV, D], rotated."""
+    attended: torch.Tensor
+    """[T, H * D]."""
+    attention_output: torch.Tensor
+    """[T, E]."""
+    mlp_residual: torch.Tensor
+    """[T, E]: `residual` and `attention_output`."""
+    mlp_normed: torch.Tensor
+    """[T, E]: for the feed-forward part."""
+    gate_up: torch.Tensor
+    """[T, 2 * I]."""
+    gated: torch.Tensor
+    """[T, I]."""
+    output: torch.Tensor
+    """[T, E]: of the feed-forward part."""
+    adapted: Mapping[str, AdaptedWork]
+    """By the names in `MAPS`; empty where there are no adapters."""
+
+    @staticmethod
+    def num_elements(shape: NativeShape, num_tokens: int) -> int:
+        """What `of` needs for so many tokens."""
+        sizes = (_rounded_up(num_tokens * math.prod(size)) for size in _sizes(shape).values())
+        return sum(sizes)
+
+    @classmethod
+    def of(cls, shape: NativeShape, num_tokens: int, memory: torch.Tensor) -> "Workspace":
+        """In `memory`, bfloat16[num_elements]."""
+        parts, at = {}, 0
+        for name, size in _sizes(shape).items():
+            length = num_tokens * math.prod(size)
+            parts[name] = memory[at : at + length].view(num_tokens, *size)
+            at += _rounded_up(length)
+        parts["gated"] = parts["gated"][:, : shape.intermediate_size]
+        adapted = {
+            name: AdaptedWork(parts.pop(f"{name}.alone"), parts.pop(f"{name}.ranks"))
+            for name in (MAPS if shape.num_ranks else ())
+        }
+        return cls(**parts, adapted=adapted)
+
+
+def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
+    """Of each part of a workspace, for one token."""
+    hidden, size, dim = (shape.hidden_size,), shape.head_dim, shape.intermediate_size
+    query, key = (shape.num_heads, size), (shape.num_kv_heads, size)
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    adapted: dict[str, tuple[int, ...]] = {}
+    if shape.num_ranks:
+        nums_out = num_heads * size, shape.hidden_size, 2 * dim, shape.hidden_size
+        adapted = {f"{name}.alone": (n,) for name, n in zip(MAPS, nums_out, strict=True)}
+        adapted |= {f"{name}.ranks": (shape.num_ranks,) for name in MAPS}
+    return adapted | {
+        "residual": hidden,
+        "normed": hidden,
+        "qkv": (num_heads, size),
+        "normed_query": query if shape.has_qk_norm else (0, 1),
+        "normed_key": key if shape.has_qk_norm else (0, 1),
+        "query": query,
+        "key": key,
+        "attended": (shape.num_heads * size,),
+        "attention_output": hidden,
+        "mlp_residual": hidden,
+        "mlp_normed": hidden,
+        "gate_up": (0 if shape.is_gated else 2 * dim,),
+        # An odd number of lines: rows that lie so fall on different ones of a cache.
+        "gated": (dim + _LINE * (dim // _LINE % 2 == 0) if shape.is_gated else dim,),
+        "output": hidden,
+    }
+
+
+def _rounded_up(num_elements: int) -> int:
+    return -(-num_elements // _LINE) * _LINE

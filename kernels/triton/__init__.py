@@ -1,0 +1,1 @@
+"""The Triton kernels, each with a twin in `kernels.reference`."""

@@ -1,0 +1,336 @@
+"""Paged attention for one new token per sequence, split along the KV length.
+
+Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv head, `D` head
+dim, `B` blocks, `P` block size, `M` max blocks per sequence, `N` splits of the longest sequence.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_options, check_paged
+from kernels.triton.quantized import as_bits
+from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
+from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
+
+_MIN_SEQS: Final = 256  # the device's list of sequences, rounded up: few sizes, few compilations
+
+
+@triton.jit
+def _splits_of(
+    seq_len, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
+):
+    """Return where a sequence's splits begin, their size, and how many there are; 0 if it is empty.
+
+    They begin at the border of the tile in which its newest token's window does. All follows from
+    its own length, so that a batch changes no result.
+    """
+    begin = 0
+    if window is not None:
+        begin = tl.maximum(seq_len - window, 0) // POSITIONS * POSITIONS
+    size = tl.maximum(tl.cdiv(tl.cdiv(seq_len - begin, MAX_SPLITS), SPLIT), 1) * SPLIT
+    return begin, size, tl.cdiv(seq_len - begin, size)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "N"])
+def _attend_splits_kernel(
+    query,  # [S, H, D]
+    key_cache,  # [B, P, HKV, D]
+    value_cache,  # [B, P, HKV, D]
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    block_tables,  # int32[S, M]
+    seq_lens,  # int32[S]
+    sinks,  # fp32 [H], or None
+    out,  # [S, H, D], contiguous
+    partial_out,  # fp32 [S, N, H, D], contiguous
+    partial_lse,  # fp32 [S, N, H], contiguous, base 2
+    num_seqs,
+    N,
+    scale_log2,
+    softcap_log2,  # or None
+    window,  # or None
+    query_stride_s,
+    query_stride_h,
+    key_stride_b,
+    key_stride_p,
+    key_stride_h,
+    value_stride_b,
+    value_stride_p,
+    value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    table_stride,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    SEQS: tl.constexpr,  # power of two, at least S
+    ROWS: tl.constexpr,  # power of two, at least H / HKV and 16
+    DIMS: tl.constexpr,  # power of two, at least D and 16
+    POSITIONS: tl.constexpr,  # kv positions of a tile
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
+
+    The pieces of work are the triples (sequence, split, kv head), counted from the lengths on the
+    device, so that the grid is fixed and no program starts for a split that is not there: of them
+    a program takes every so-manieth. The G query heads of a piece are the rows of one product. A
+    sequence of one split is written to `out`.
+    """
+    G: tl.constexpr = H // HKV
+    each = tl.arange(0, SEQS)
+    all_lens = tl.load(seq_lens + each, mask=each < num_seqs, other=0)
+    _, _, all_splits = _splits_of(all_lens, window, POSITIONS, SPLIT, MAX_SPLITS)
+    ends = tl.cumsum(all_splits, axis=0)
+    num_pieces = tl.sum(all_splits, axis=0) * HKV
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    row_mask = (row < G)[:, None] & (dim < D)[None, :]
+    for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0), num_stages=1):
+        kv_head = piece % HKV
+        nth_split = piece // HKV
+        seq32 = tl.sum((ends <= nth_split).to(tl.int32), axis=0)
+        split = nth_split - tl.sum(tl.where(each < seq32, all_splits, 0), axis=0)
+        seq = seq32.to(tl.int64)
+        seq_len = tl.load(seq_lens + seq)
+        splits_begin, size, num_splits = _splits_of(seq_len, window, POSITIONS, SPLIT, MAX_SPLITS)
+        start = splits_begin + split * size
+        end = tl.minimum(start + size, seq_len)
+
+        head = (kv_head * G + row).to(tl.int64)
+        q_ptr = query + seq * query_stride_s + head[:, None] * query_stride_h + dim[None, :]
+        q = tl.load(q_ptr, mask=row_mask, other=0.0)
+        row_max = tl.full([ROWS], -1e30, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        row_position = tl.zeros([ROWS], tl.int32) + (seq_len - 1)
+        block_table = block_tables + seq * table_stride
+        masked_from = start
+        begin = start
+        if window is not None:  # the first split's first tile may begin before the window
+            begin = tl.maximum(start, seq_len - window)
+        else:  # behind the tiles that are whole
+            masked_from = start + (end - start) // POSITIONS * POSITIONS
+        acc, row_max, row_sum = attend_positions(
+            q,
+            row_max,
+            row_sum,
+            row_position,
+            kv_head,
+            key_cache,
+            value_cache,
+            key_scales,
+            value_scales,
+            block_table,
+            start,
+            masked_from,
+            begin,
+            end,
+            scale_log2,
+            softcap_log2,
+            window,
+            key_stride_b,
+            key_stride_p,
+            key_stride_h,
+            value_stride_b,
+            value_stride_p,
+            value_stride_h,
+            key_scale_stride_b,
+            key_scale_stride_p,
+            value_scale_stride_b,
+            value_scale_stride_p,
+            P,
+            D,
+            ROWS,
+            DIMS,
+            POSITIONS,
+            NUM_STAGES,
+        )
+
+        if num_splits == 1:
+            if sinks is not None:
+                sink = tl.load(sinks + head, mask=row < G, other=0.0) * 1.4426950408889634
+                largest = tl.maximum(row_max, sink)
+                acc *= tl.exp2(row_max - largest)[:, None]
+                row_sum = row_sum * tl.exp2(row_max - largest) + tl.exp2(sink - largest)
+            out_ptr = out + (seq * H + head)[:, None] * D + dim[None, :]
+            tl.store(out_ptr, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=row_mask)
+        else:
+            partial = (seq * N + split) * H + head
+            partial_ptr = partial_out + partial[:, None] * D + dim[None, :]
+            tl.store(partial_ptr, acc / row_sum[:, None], mask=row_mask)
+            tl.store(partial_lse + partial, row_max + tl.log2(row_sum), mask=row < G)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _reduce_splits_kernel(
+    partial_out,  # fp32 [S, N, H, D], contiguous
+    partial_lse,  # fp32 [S, N, H], contiguous, base 2
+    seq_lens,  # int32[S]
+    sinks,  # fp32 [H], or None
+    out,  # [S, H, D], contiguous
+    N,
+    window,  # or None
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,  # power of two, at least MAX_SPLITS
+    SPLIT_TILE: tl.constexpr,  # splits that are added at once
+    POSITIONS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """`out = sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, zero without splits.
+
+    One program per sequence and head; nothing to do for one split. Exponents are taken less the
+    largest of them; without sinks there is no such term.
+    """
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, DIMS)
+    out_row = out + (seq * H + head) * D + dim
+    _, _, num_splits = _splits_of(tl.load(seq_lens + seq), window, POSITIONS, SPLIT, MAX_SPLITS)
+    if num_splits == 0:
+        tl.store(out_row, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < D)
+    if num_splits <= 1:
+        return
+    partial = seq * N * H + head  # that of the first split; the next are H further each
+    split = tl.arange(0, SPLITS)
+    lse = tl.load(partial_lse + partial + split * H, mask=split < num_splits, other=float("-inf"))
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head) * 1.4426950408889634  # to base 2
+    largest = tl.maximum(tl.max(lse, axis=0), sink)
+    total = tl.sum(tl.exp2(lse - largest), axis=0) + tl.exp2(sink - largest)
+    merged = tl.zeros([DIMS], tl.float32)
+    for first in range(0, num_splits, SPLIT_TILE):
+        nth = first + tl.arange(0, SPLIT_TILE)
+        row = partial + nth.to(tl.int64) * H
+        weights = tl.exp2(
+            tl.load(partial_lse + row, mask=nth < num_splits, other=float("-inf")) - largest
+        )
+        values = tl.load(
+            partial_out + row[:, None] * D + dim[None, :],
+            mask=(nth < num_splits)[:, None] & (dim < D)[None, :],
+            other=0.0,
+        )
+        merged += tl.sum(values * weights[:, None], axis=0)
+    tl.store(out_row, (merged / total).to(out.dtype.element_ty), mask=dim < D)
+
+
+def paged_attention_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
+
+    The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
+    most M * P: that is not read on the host. A sequence of length 0 is a padding row and gives
+    zeros. A row depends on no other row of the batch, to the last bit, nor on S or M: splits are of
+    one size, and grow only for a sequence that would need too many. The grid follows from the
+    device; what there is to do is read there. Needs fp32 scratch of S * N * H * (D + 1), N splits
+    of a sequence of M * P.
+
+    With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
+    become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
+    more score of each head, as it is.
+
+    With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
+    `kernels.kv_formats` says; the scales multiply scores and weights in fp32, so that what is
+    stored is not rounded once more.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
+    """
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
+    check_options(query, window, softcap, sinks)
+    num_seqs, num_heads, head_dim = query.shape
+    if block_tables.shape[0] != num_seqs:
+        raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    config = config_of(DecodeConfig, query.device, shape_of(query, key_cache))
+    max_splits = triton.cdiv(config.max_pieces, num_kv_heads)
+    most_visible = block_tables.shape[1] * block_size
+    if window is not None:
+        most_visible = min(most_visible, window + config.positions - 1)
+    num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
+    partial_out = query.new_empty((num_seqs, num_splits, num_heads, head_dim), dtype=torch.float32)
+    partial_lse = query.new_empty((num_seqs, num_splits, num_heads), dtype=torch.float32)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_programs = num_processors(query.device) * config.programs_per_processor
+    dims = max(16, triton.next_power_of_2(head_dim))
+    splits = {
+        "POSITIONS": config.positions,
+        "SPLIT": config.split,
+        "MAX_SPLITS": max_splits,
+    }
+    _attend_splits_kernel[(min(num_programs, num_seqs * num_splits * num_kv_heads),)](
+        query,
+        as_bits(key_cache),
+        as_bits(value_cache),
+        key_scales,
+        value_scales,
+        block_tables,
+        seq_lens,
+        sinks,
+        out,
+        partial_out,
+        partial_lse,
+        num_seqs,
+        num_splits,
+        scale * LOG2_E,
+        None if softcap is None else softcap * LOG2_E,
+        window,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
+        block_tables.stride(0),
+        H=num_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        P=block_size,
+        SEQS=max(_MIN_SEQS, triton.next_power_of_2(num_seqs)),
+        ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        DIMS=dims,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **splits,
+    )
+    _reduce_splits_kernel[(num_seqs, num_heads)](
+        partial_out,
+        partial_lse,
+        seq_lens,
+        sinks,
+        out,
+        num_splits,
+        window,
+        H=num_heads,
+        D=head_dim,
+        DIMS=dims,
+        SPLITS=triton.next_power_of_2(max_splits),
+        SPLIT_TILE=min(16, triton.next_power_of_2(max_splits)),
+        **splits,
+    )
+    return out

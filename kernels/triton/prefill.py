@@ -1,0 +1,239 @@
+"""Causal paged attention for chunks of many tokens, of variable length.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv
+head, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_options, check_paged, check_tensor
+from kernels.triton.quantized import as_bits
+from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
+from kernels.tuning.configs import PrefillConfig, config_of, shape_of
+
+
+@triton.jit
+def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
+    """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
+
+    Each sequence so has at least ceil(query_len / TOKENS) tiles, and all have together
+    T // TOKENS + S, which the host knows without reading the device.
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _attend_chunks_kernel(
+    query,  # [T, H, D]
+    key_cache,  # [B, P, HKV, D]
+    value_cache,  # [B, P, HKV, D]
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    block_tables,  # int32[S, M]
+    seq_lens,  # int32[S]
+    query_start_loc,  # int32[S + 1]
+    sinks,  # fp32 [H], or None
+    out,  # [T, H, D], contiguous
+    num_seqs,
+    scale_log2,
+    softcap_log2,  # or None
+    window,  # or None
+    query_stride_t,
+    query_stride_h,
+    key_stride_b,
+    key_stride_p,
+    key_stride_h,
+    value_stride_b,
+    value_stride_p,
+    value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    table_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,  # power of two, at least TOKENS * G and 16
+    TOKENS: tl.constexpr,  # query tokens of a tile
+    DIMS: tl.constexpr,  # power of two, at least D and 16
+    POSITIONS: tl.constexpr,  # kv positions of a tile
+    NUM_STAGES: tl.constexpr,
+):
+    """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
+
+    Those are the ones up to its own, or with a window the last so many of them.
+    One program per kv head and tile of TOKENS query tokens of one sequence; its G heads for each
+    token are rows of the same product, so K and V are read once for all of them. The last tiles go
+    first: those of a chunk see the most, and the device should not end with them.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = _find_sequence(query_start_loc, tile, num_seqs, TOKENS)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    first = (tile - (query_start // TOKENS + seq)) * TOKENS  # this tile's first token in the chunk
+    seq_len = tl.load(seq_lens + seq)
+    if first >= query_len or seq_len == 0:
+        return
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    index = first + row // G  # token within the chunk
+    row_mask = ((row < TOKENS * G) & (index < query_len))[:, None] & (dim < D)[None, :]
+    token = (query_start + index).to(tl.int64)
+    head = (kv_head * G + row % G).to(tl.int64)
+    q_row = query + token * query_stride_t + head * query_stride_h
+    q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
+
+    end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
+    # Rows past the chunk see what its last token does: a row that sees nothing divides by zero.
+    row_position = tl.minimum(seq_len - query_len + index, end - 1)
+    if sinks is None:
+        # Finite, but below any score: a row may see no position of its first tile, by the window.
+        row_max = tl.full([ROWS], -1e30, tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+    else:  # a position that every row has seen, with a value of zero; its score to base 2
+        row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
+        row_sum = tl.full([ROWS], 1.0, tl.float32)
+    block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
+    begin = 0
+    if window is None:  # behind the tiles that all rows see
+        masked_from = (seq_len - query_len + first + 1) // POSITIONS * POSITIONS
+    else:  # the first row's window, from the border of a tile
+        begin = tl.maximum(seq_len - query_len + first - window + 1, 0)
+        masked_from = begin // POSITIONS * POSITIONS
+    acc, row_max, row_sum = attend_positions(
+        q,
+        row_max,
+        row_sum,
+        row_position,
+        kv_head,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        block_table,
+        0,
+        masked_from,
+        begin,
+        end,
+        scale_log2,
+        softcap_log2,
+        window,
+        key_stride_b,
+        key_stride_p,
+        key_stride_h,
+        value_stride_b,
+        value_stride_p,
+        value_stride_h,
+        key_scale_stride_b,
+        key_scale_stride_p,
+        value_scale_stride_b,
+        value_scale_stride_p,
+        P,
+        D,
+        ROWS,
+        DIMS,
+        POSITIONS,
+        NUM_STAGES,
+    )
+
+    out_row = out + (token * H + head) * D
+    attended = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(out_row[:, None] + dim[None, :], attended, mask=row_mask)
+
+
+def paged_attention_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
+
+    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D], its
+    last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
+    tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
+    `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; their values are not read on the
+    host. Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no
+    other sequence of the batch.
+
+    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`; tiles wholly
+    outside the window of every token of a chunk's piece are not read.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
+            option is not positive.
+    """
+    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
+    check_options(query, window, softcap, sinks)
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs = seq_lens.shape[0]
+    check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
+    if max_query_len > num_tokens:
+        raise ValueError(f"max_query_len is {max_query_len}, required is at most {num_tokens}")
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    config = config_of(PrefillConfig, query.device, shape_of(query, key_cache))
+    rows = max(config.rows, triton.next_power_of_2(group))
+    tokens = rows // group
+    dims = max(16, triton.next_power_of_2(head_dim))
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    _attend_chunks_kernel[(num_tokens // tokens + num_seqs, num_kv_heads)](
+        query,
+        as_bits(key_cache),
+        as_bits(value_cache),
+        key_scales,
+        value_scales,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        sinks,
+        out,
+        num_seqs,
+        scale * LOG2_E,
+        None if softcap is None else softcap * LOG2_E,
+        window,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
+        block_tables.stride(0),
+        H=num_heads,
+        G=group,
+        D=head_dim,
+        P=block_size,
+        ROWS=rows,
+        TOKENS=tokens,
+        DIMS=dims,
+        POSITIONS=config.positions,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out

@@ -1,0 +1,226 @@
+"""Rotates queries and keys, and stores keys and values in the paged cache: one launch.
+
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_caches, check_float, check_tensor
+from kernels.kv_formats import LARGEST
+from kernels.triton.quantized import as_bits, largest_of, quantize, scale_of
+from kernels.triton.rotary import load_cos_sin, load_rotated, rotate_heads
+from kernels.triton.tile import scale_strides
+
+
+@triton.jit
+def _store_halves(
+    x1,  # fp32 [HEADS, DIMS], numbers of the model's dtype
+    x2,
+    inside,
+    row,  # points to this slot in the cache, [HKV, D]
+    scales,  # points to this slot in [B, P, HKV], or None: not quantized
+    stride_h,
+    HKV: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Store one token's heads, given as two halves; with scales, as `kernels.kv_formats` says."""
+    head = tl.arange(0, HEADS).to(tl.int64)
+    pointer = row + head[:, None] * stride_h + tl.arange(0, DIMS)[None, :]
+    if scales is None:
+        tl.store(pointer, x1.to(row.dtype.element_ty), mask=inside)
+        tl.store(pointer + HALF, x2.to(row.dtype.element_ty), mask=inside)
+    else:
+        scale = scale_of(tl.maximum(largest_of(x1, 1), largest_of(x2, 1)), LARGEST)
+        tl.store(scales + head, scale.to(scales.dtype.element_ty), mask=head < HKV)
+        tl.store(pointer, quantize(x1, scale[:, None], IS_FP8), mask=inside)
+        tl.store(pointer + HALF, quantize(x2, scale[:, None], IS_FP8), mask=inside)
+
+
+@triton.jit
+def _rotary_store_kernel(
+    query,  # [T, H, D]
+    key,  # [T, HKV, D]
+    value,  # [T, HKV, D]
+    cos_sin,  # fp32 [max_pos, D]
+    positions,  # int64[T]
+    key_cache,  # [B, P, HKV, D]
+    value_cache,  # [B, P, HKV, D]
+    slot_mapping,  # int64[T]
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    query_out,  # [T, H, D], contiguous
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    cos_sin_stride,
+    key_cache_stride_b,
+    key_cache_stride_p,
+    key_cache_stride_h,
+    value_cache_stride_b,
+    value_cache_stride_p,
+    value_cache_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    P: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,  # powers of two, at least H, HKV and D / 2
+    KEY_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """What `_rotary_kernel` does, its keys going to the cache as `_store_kv_kernel` puts them.
+
+    One program per token. Rotated keys are rounded to the dtype before they are stored.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    dtype = query.dtype.element_ty
+    row = cos_sin + tl.load(positions + token) * cos_sin_stride
+    cos, sin = load_cos_sin(row, dtype, HALF, DIMS)
+    rotate_heads(
+        query + token * query_stride_t,
+        query_out + token * H * 2 * HALF,
+        query_stride_h,
+        2 * HALF,
+        cos,
+        sin,
+        H,
+        HALF,
+        QUERY_HEADS,
+        DIMS,
+    )
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:  # PAD_SLOT
+        return
+    block = slot // P
+    offset = slot % P
+    y1, y2, inside = load_rotated(
+        key + token * key_stride_t, key_stride_h, cos, sin, HKV, HALF, KEY_HEADS, DIMS
+    )
+    key_scale_row, value_scale_row = None, None
+    if key_scales is not None:
+        key_scale_row = key_scales + block * key_scale_stride_b + offset * key_scale_stride_p
+        value_scale_row = (
+            value_scales + block * value_scale_stride_b + offset * value_scale_stride_p
+        )
+    _store_halves(
+        y1.to(dtype).to(tl.float32),
+        y2.to(dtype).to(tl.float32),
+        inside,
+        key_cache + block * key_cache_stride_b + offset * key_cache_stride_p,
+        key_scale_row,
+        key_cache_stride_h,
+        HKV,
+        HALF,
+        KEY_HEADS,
+        DIMS,
+        LARGEST,
+        IS_FP8,
+    )
+    value_ptr = (
+        value
+        + token * value_stride_t
+        + tl.arange(0, KEY_HEADS).to(tl.int64)[:, None] * value_stride_h
+        + tl.arange(0, DIMS)[None, :]
+    )
+    _store_halves(
+        tl.load(value_ptr, mask=inside, other=0.0).to(tl.float32),
+        tl.load(value_ptr + HALF, mask=inside, other=0.0).to(tl.float32),
+        inside,
+        value_cache + block * value_cache_stride_b + offset * value_cache_stride_p,
+        value_scale_row,
+        value_cache_stride_h,
+        HKV,
+        HALF,
+        KEY_HEADS,
+        DIMS,
+        LARGEST,
+        IS_FP8,
+    )
+
+
+def rotary_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
+
+    As `rotary`, then `store_kv` of the rotated keys; the rotated queries are returned, contiguous.
+    The caches hold both sides alike: both quantized to one dtype, or neither.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.
+    """
+    check_float("query", query, 3)
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    for name, new in (("key", key), ("value", value)):
+        check_tensor(name, new, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
+    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_tensor("positions", positions, (num_tokens,), torch.int64, query)
+    check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, query)
+    num_blocks, block_size = key_cache.shape[:2]
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query)
+    if value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"value_cache has dtype {value_cache.dtype}, required is {key_cache.dtype}"
+        )
+    if head_dim % 2 != 0:
+        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _rotary_store_kernel[(num_tokens,)](
+        query,
+        key,
+        value,
+        cos_sin,
+        positions,
+        as_bits(key_cache),
+        as_bits(value_cache),
+        slot_mapping,
+        key_scales,
+        value_scales,
+        query_out,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        cos_sin.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
+        H=num_heads,
+        HKV=num_kv_heads,
+        HALF=head_dim // 2,
+        P=block_size,
+        QUERY_HEADS=triton.next_power_of_2(num_heads),
+        KEY_HEADS=triton.next_power_of_2(num_kv_heads),
+        DIMS=triton.next_power_of_2(head_dim // 2),
+        LARGEST=LARGEST.get(key_cache.dtype, 1.0),
+        IS_FP8=key_cache.dtype is torch.float8_e4m3fn,
+    )
+    return query_out

@@ -1,0 +1,245 @@
+"""The loop of paged attention: online softmax over a range of positions, tile by tile.
+
+Symbols: `R` query rows of a tile, `C` kv positions of a tile, `D` head dim, `P` block size.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.quantized import plain_numbers, unit_of
+
+LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is the exponential
+
+
+@triton.jit
+def attend_positions(
+    q,  # [R, DIMS], zero past D
+    row_max,  # fp32 [R], finite
+    row_sum,  # fp32 [R]
+    row_position,  # int32[R]: each row sees the positions up to its own
+    kv_head,
+    key_cache,  # [B, P, HKV, D]
+    value_cache,  # as key_cache
+    key_scales,  # bf16 [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    block_table,  # points to this sequence's row, int32[M]
+    start,  # a multiple of C: without a window, the first position
+    masked_from,  # a multiple of C: with a window the first; else each row sees all before it
+    begin,  # positions before this one, with a window, and from `end` on are not read
+    end,
+    scale_log2,
+    softcap_log2,  # in the unit of the scores, or None
+    window,  # how many positions a row sees at most, or None
+    key_stride_b,
+    key_stride_p,
+    key_stride_h,
+    value_stride_b,
+    value_stride_p,
+    value_stride_h,
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,  # R
+    DIMS: tl.constexpr,  # power of two, at least D and 16
+    POSITIONS: tl.constexpr,  # C
+    NUM_STAGES: tl.constexpr,
+):
+    """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
+
+    What `row_max` and `row_sum` are at first counts as seen already, with values of zero. Masks
+    cost, so the tiles that every row sees as a whole, [start, masked_from), have none.
+    """
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
+    value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
+    key_head_scales = None if key_scales is None else key_scales + kv_head
+    value_head_scales = None if value_scales is None else value_scales + kv_head
+    if window is None:
+        acc, row_max, row_sum = _attend_range(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            row_position,
+            key_head,
+            value_head,
+            block_table,
+            start,
+            masked_from,
+            begin,
+            end,
+            scale_log2,
+            softcap_log2,
+            window,
+            key_stride_b,
+            key_stride_p,
+            value_stride_b,
+            value_stride_p,
+            key_head_scales,
+            value_head_scales,
+            key_scale_stride_b,
+            key_scale_stride_p,
+            value_scale_stride_b,
+            value_scale_stride_p,
+            P,
+            D,
+            DIMS,
+            POSITIONS,
+            IS_MASKED=False,
+            NUM_STAGES=NUM_STAGES,
+        )
+    acc, row_max, row_sum = _attend_range(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        row_position,
+        key_head,
+        value_head,
+        block_table,
+        masked_from,
+        end,
+        begin,
+        end,
+        scale_log2,
+        softcap_log2,
+        window,
+        key_stride_b,
+        key_stride_p,
+        value_stride_b,
+        value_stride_p,
+        key_head_scales,
+        value_head_scales,
+        key_scale_stride_b,
+        key_scale_stride_p,
+        value_scale_stride_b,
+        value_scale_stride_p,
+        P,
+        D,
+        DIMS,
+        POSITIONS,
+        IS_MASKED=True,
+        NUM_STAGES=NUM_STAGES,
+    )
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_range(
+    q,  # [R, DIMS], zero past D
+    acc,  # fp32 [R, DIMS]
+    row_max,  # fp32 [R], finite
+    row_sum,  # fp32 [R]
+    row_position,  # int32[R]: each row sees the positions up to its own
+    key_head,  # points to this kv head in the key cache [B, P, HKV, D]
+    value_head,  # as key_head
+    block_table,  # points to this sequence's row, int32[M]
+    low,  # the range: a multiple of C
+    high,
+    begin,  # positions before this one, with a window, and from `end` on are not read
+    end,
+    scale_log2,
+    softcap_log2,  # in the unit of the scores, or None
+    window,  # how many positions a row sees at most, or None
+    key_stride_b,
+    key_stride_p,
+    value_stride_b,
+    value_stride_p,
+    key_scales,  # points to this kv head in [B, P, HKV], or None: not quantized
+    value_scales,  # as key_scales
+    key_scale_stride_b,
+    key_scale_stride_p,
+    value_scale_stride_b,
+    value_scale_stride_p,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,  # power of two, at least D and 16
+    POSITIONS: tl.constexpr,  # C
+    IS_MASKED: tl.constexpr,  # otherwise each row sees all of the range, which ends before `end`
+    NUM_STAGES: tl.constexpr,
+):
+    """Return `acc`, `row_max` and `row_sum` after the positions [low, high), in tiles of C.
+
+    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V;
+    `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention), with a cap `c` then
+    `c * tanh(s / c)`. Scores and sums are fp32; products take the dtype of q, without TF32. A
+    quantized cache's numbers take part as they are: the scale of a position multiplies its scores,
+    and its weight in the sum of values.
+    """
+    dim = tl.arange(0, DIMS)
+    dim_mask = dim < D
+    for start in tl.range(low, high, POSITIONS, num_stages=NUM_STAGES):
+        position = start + tl.arange(0, POSITIONS)
+        inside = position < end
+        if window is not None:
+            inside &= position >= begin
+        if P % POSITIONS == 0:  # a tile lies in one block, of which it sees at least one slot
+            block = tl.load(block_table + start // P).to(tl.int64)
+            offset = (start % P + tl.arange(0, POSITIONS)).to(tl.int64)
+        elif IS_MASKED:
+            block = tl.load(block_table + position // P, mask=inside, other=0).to(tl.int64)
+            offset = (position % P).to(tl.int64)
+        else:
+            block = tl.load(block_table + position // P).to(tl.int64)
+            offset = (position % P).to(tl.int64)
+
+        key_ptr = key_head + (block * key_stride_b + offset * key_stride_p)[None, :] + dim[:, None]
+        k = _load(key_ptr, inside[None, :], dim_mask[:, None], IS_MASKED, D == DIMS)
+        scores = tl.dot(q, plain_numbers(k, q.dtype), input_precision="ieee") * scale_log2
+        if key_scales is not None:
+            key_scale_ptr = key_scales + block * key_scale_stride_b + offset * key_scale_stride_p
+            key_scale = tl.load(key_scale_ptr, mask=inside, other=0.0).to(tl.float32)
+            scores *= (key_scale * unit_of(k))[None, :]
+        if softcap_log2 is not None:
+            # tanh(x) = 1 - 2 / (e^2x + 1); where e^2x overflows it is 1.
+            scores = softcap_log2 * (1 - 2 / (tl.exp(2 * scores / softcap_log2) + 1))
+        if IS_MASKED:
+            visible = inside[None, :] & (position[None, :] <= row_position[:, None])
+            if window is not None:
+                visible &= position[None, :] > row_position[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = row_sum * correction + tl.sum(weights, axis=1)
+        row_max = new_max
+
+        value_slot = block * value_stride_b + offset * value_stride_p
+        value_ptr = value_head + value_slot[:, None] + dim[None, :]
+        v = _load(value_ptr, inside[:, None], dim_mask[None, :], IS_MASKED, D == DIMS)
+        if value_scales is not None:
+            value_scale_slot = block * value_scale_stride_b + offset * value_scale_stride_p
+            value_scale = tl.load(value_scales + value_scale_slot, mask=inside, other=0.0)
+            weights *= (value_scale.to(tl.float32) * unit_of(v))[None, :]
+        numbers = plain_numbers(v, q.dtype)
+        acc *= correction[:, None]
+        acc += tl.dot(weights.to(numbers.dtype), numbers, input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Load a tile with the masks that it needs: each costs an instruction per number."""
+    if IS_MASKED and IS_WHOLE:
+        tile = tl.load(pointer, mask=inside, other=0)
+    elif IS_MASKED:
+        tile = tl.load(pointer, mask=inside & dim_mask, other=0)
+    elif IS_WHOLE:
+        tile = tl.load(pointer)
+    else:
+        tile = tl.load(pointer, mask=dim_mask, other=0)
+    return tile
+
+
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
+    """Return the strides of [B, P, HKV] over blocks and slots; without scales any do."""
+    return (0, 0) if scales is None else (scales.stride(0), scales.stride(1))

@@ -1,0 +1,203 @@
+"""Measures configurations of attention on the present GPU, and writes what is fastest to a file.
+
+    python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
+
+For a model's shape and a format of its cache it times decode and prefill attention with each
+candidate, over workloads that differ as traffic does, and puts the one with the least sum of
+relative times before the rules that `kernels.tuning.configs` has for the device. The file is named
+after the device and lies in `kernels/tuning/configs`; commit it.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+import torch
+
+from kernels.tuning.configs import (
+    CONFIG_DIR,
+    NAMES,
+    Config,
+    DecodeConfig,
+    PrefillConfig,
+    Shape,
+    config_of,
+    config_path,
+    file_stem,
+    shape_of,
+)
+from kernels.tuning.workload import Model
+
+Workload = TypeVar("Workload")
+_REPEATS: Final = 20
+
+DECODE_SEQ_LENS: Final[tuple[tuple[int, ...], ...]] = (
+    (131_072,),
+    (8192,) * 64,
+    (1024,) * 256,
+    (131_072, *(512,) * 63),
+)
+PREFILL_CHUNKS: Final[tuple[tuple[tuple[int, int], ...], ...]] = (  # (query_len, seq_len)
+    ((8192, 8192),),
+    ((512, 16_384), (512, 32_768)),
+    ((256, 256),) * 32,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The best candidate of a kernel, and what it took."""
+
+    config: DecodeConfig | PrefillConfig
+    seconds: tuple[float, ...]
+    """Of each workload."""
+    default_seconds: tuple[float, ...]
+    """With the configuration before."""
+
+
+def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
+    """Return the configurations to try, `default` first."""
+    others = (
+        DecodeConfig(positions, split, default.max_pieces, num_warps, num_stages, programs)
+        for positions, split, num_warps, num_stages, programs in itertools.product(
+            (16, 32, 64, 128), (256, 512, 1024), (2, 4, 8), (3, 5, 7), (2, 4, 8)
+        )
+    )
+    return [default, *(each for each in others if each != default)]
+
+
+def prefill_candidates(default: PrefillConfig) -> list[PrefillConfig]:
+    """Return the configurations to try, `default` first."""
+    others = itertools.starmap(
+        PrefillConfig,
+        itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (3, 5, 7)),
+    )
+    return [default, *(each for each in others if each != default)]
+
+
+def best_of(
+    candidates: Sequence[Config],
+    workloads: Sequence[Workload],
+    seconds_of: Callable[[Config, Workload], float],
+    report: Callable[[str], None],
+) -> Tuned:
+    """Return the candidate with the least sum of times, each relative to the first candidate's.
+
+    One that fails, for want of shared memory as a rule, is out; so is one that is already slower
+    than the best by half after some workloads. If the first fails, the next takes its place.
+
+    Raises:
+        ValueError: all failed.
+    """
+    default: tuple[float, ...] | None = None
+    best: Tuned | None = None
+    least = float("inf")
+    for candidate in candidates:
+        seconds: list[float] = []
+        total = 0.0
+        try:
+            for nth, workload in enumerate(workloads):
+                seconds.append(seconds_of(candidate, workload))
+                total += 1.0 if default is None else seconds[-1] / default[nth]
+                if default is not None and total > 1.5 * (nth + 1):
+                    break
+        except Exception as error:  # noqa: BLE001  what a compiler raises is its own
+            report(f"{candidate}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if len(seconds) < len(workloads):
+            continue
+        if default is None:
+            default = tuple(seconds)
+        if total < least:
+            best, least = Tuned(candidate, tuple(seconds), default), total
+            report(f"{candidate}: {total / len(workloads):.3f} of the default's time")
+    if best is None:
+        raise ValueError("no candidate ran")
+    return best
+
+
+def with_rules(
+    text: str, device: str, how: dict[str, object], shape: Shape, tuned: Iterable[Tuned]
+) -> str:
+    """Return a file's `text` with a rule for `shape` first, for each kernel that was tuned.
+
+    `how` says how it was done; it is kept beside the rule, and a rule for the same shape goes.
+    """
+    content: dict[str, Any] = json.loads(text)
+    content["device"] = device
+    content["tuned"] = how
+    match = asdict(shape)
+    for each in tuned:
+        rules = content["kernels"][NAMES[type(each.config)]]
+        rest = [rule for rule in rules if rule["match"] != match]
+        measured = {"seconds": each.seconds, "default_seconds": each.default_seconds}
+        rule = {"match": match, "config": asdict(each.config), "measured": measured | how}
+        content["kernels"][NAMES[type(each.config)]] = [rule, *rest]
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, required=True, help="query heads")
+    parser.add_argument("--kv-heads", type=int, required=True)
+    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--block-size", type=int, default=16, help="default: 16")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="default: auto"
+    )
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "kernels.tuning.__main__ measures a GPU, and there is none\n")
+    from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name()
+    model = Model(
+        num_heads=given.heads,
+        num_kv_heads=given.kv_heads,
+        head_dim=given.head_dim,
+        block_size=given.block_size,
+        dtype=getattr(torch, given.dtype),
+        stored={"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(given.kv_cache_dtype),
+    )
+    how = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": name,
+        "torch": torch.__version__,
+        "block_size": given.block_size,
+        "num_kv_heads": given.kv_heads,
+        "repeats": _REPEATS,
+    }
+    shape = shape_of(
+        torch.empty(1, model.num_heads, model.head_dim, dtype=model.dtype),
+        torch.empty(1, 1, model.num_kv_heads, 1, dtype=model.stored or model.dtype),
+    )
+    tuned = [
+        best_of(
+            decode_candidates(config_of(DecodeConfig, device, shape)),
+            DECODE_SEQ_LENS,
+            lambda config, lens: decode_seconds(model, config, lens, device, _REPEATS),
+            print,
+        ),
+        best_of(
+            prefill_candidates(config_of(PrefillConfig, device, shape)),
+            PREFILL_CHUNKS,
+            lambda config, chunks: prefill_seconds(model, config, chunks, device, _REPEATS),
+            print,
+        ),
+    ]
+    before = config_path(name, torch.cuda.get_device_capability()).read_text()
+    path = CONFIG_DIR / f"{file_stem(name)}.json"
+    path.write_text(with_rules(before, name, how, shape, tuned))
+    print(f"wrote {path}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,67 @@
+"""Times one configuration of attention on one workload."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.triton.decode import paged_attention_decode
+from kernels.triton.prefill import paged_attention_prefill
+from kernels.tuning.configs import DecodeConfig, PrefillConfig, forced
+from kernels.tuning.timing import seconds_of
+from kernels.tuning.workload import Model, paged_inputs, queries
+
+
+def decode_seconds(
+    model: Model,
+    config: DecodeConfig,
+    seq_lens: Sequence[int],
+    device: torch.device,
+    repeats: int,
+) -> float:
+    """Return the time of one decode step of sequences of these lengths."""
+    torch.manual_seed(0)
+    paged = paged_inputs(model, seq_lens, device)
+    query = queries(model, len(seq_lens), device)
+    scale = model.head_dim**-0.5
+    with forced(config):
+        return seconds_of(
+            lambda: paged_attention_decode(
+                query,
+                *paged.args,
+                scale,
+                key_scales=paged.key_scales,
+                value_scales=paged.value_scales,
+            ),
+            device,
+            repeats,
+        )
+
+
+def prefill_seconds(
+    model: Model,
+    config: PrefillConfig,
+    chunks: Sequence[tuple[int, int]],
+    device: torch.device,
+    repeats: int,
+) -> float:
+    """Return the time of one step of these chunks, each (query_len, seq_len)."""
+    torch.manual_seed(0)
+    query_lens, seq_lens = zip(*chunks, strict=True)
+    paged = paged_inputs(model, seq_lens, device)
+    query = queries(model, sum(query_lens), device)
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
+    scale = model.head_dim**-0.5
+    with forced(config):
+        return seconds_of(
+            lambda: paged_attention_prefill(
+                query,
+                *paged.args,
+                starts,
+                max(query_lens),
+                scale,
+                key_scales=paged.key_scales,
+                value_scales=paged.value_scales,
+            ),
+            device,
+            repeats,
+        )

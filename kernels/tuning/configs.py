@@ -1,0 +1,192 @@
+"""Finds each kernel's configuration: how a launch is cut on the present device.
+
+`configs/` holds one JSON file for each device that `python -m kernels.tuning` was run on, named
+after it, and one for each compute capability, `sm_90.json`, for devices without a file of their
+own. `tuned` says how a file came about; null: its numbers were chosen, not measured. Those of the
+interpreter are small, so that tests cross the borders of tiles and splits.
+
+A file has, for each kernel, a list of rules; the first that matches decides. A rule may ask for
+what a model fixes and a batch does not (`Shape`): some of a configuration changes the order of
+sums, and a sequence's result depends on no other.
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import torch
+
+CONFIG_DIR: Final = Path(__file__).parent / "configs"
+_NO_DEVICE_PROCESSORS: Final = 2  # of the interpreter: more programs would only make it slower
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a rule may match: the part of a launch that a model fixes."""
+
+    dtype: str
+    """Of the queries: "float32", "float16" or "bfloat16"."""
+    stored: str
+    """Of the caches; that of the queries, or "int8" or "float8_e4m3fn"."""
+    dims: int
+    """The head dim, rounded up to a power of two and at least 16."""
+    group: int
+    """Query heads of a kv head."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How decode attention is cut; all but the last two change the last bits of a result."""
+
+    positions: int
+    """Of a tile: a power of two, at least 16."""
+    split: int
+    """Positions of one program's piece: a multiple of `positions`."""
+    max_pieces: int
+    """Of one sequence, over all kv heads; where more would be needed, its pieces grow."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight."""
+    programs_per_processor: int
+    """The grid, in processors (SMs) of the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How prefill attention is cut."""
+
+    rows: int
+    """Of a tile, pairs of token and head: a power of two, at least 16."""
+    positions: int
+    """Of a tile: a power of two, at least 16."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight."""
+
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
+
+
+def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
+    """Return the configuration of a kernel for `shape` on `device`, or the forced one."""
+    if kind in _forced:
+        return cast(Config, _forced[kind])
+    index = None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    return cast(Config, _config_of(NAMES[kind], index, shape))
+
+
+@contextmanager
+def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
+    """Let every launch of its kernel take `config`: for measurements and tests, not for threads."""
+    _forced[type(config)] = config
+    try:
+        yield
+    finally:
+        del _forced[type(config)]
+
+
+def shape_of(query: torch.Tensor, key_cache: torch.Tensor) -> Shape:
+    """Return what a rule may match, of `query` [T, H, D] and `key_cache` [B, P, HKV, D]."""
+    _, num_heads, head_dim = query.shape
+    return Shape(
+        dtype=str(query.dtype).removeprefix("torch."),
+        stored=str(key_cache.dtype).removeprefix("torch."),
+        dims=max(16, 1 << (head_dim - 1).bit_length()),
+        group=num_heads // key_cache.shape[2],
+    )
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return how many programs of one each `device` runs at once; a small number without a GPU."""
+    if device.type != "cuda":
+        return _NO_DEVICE_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], Config]]:
+    """Return the rules for `kind` of a file's `text`: what each asks for, and what it gives.
+
+    Raises:
+        ValueError: a rule asks for what no `Shape` has, or a configuration is not one of `kind`.
+    """
+    rules = []
+    for rule in json.loads(text)["kernels"][NAMES[kind]]:
+        unknown = set(rule["match"]) - {field.name for field in fields(Shape)}
+        if unknown:
+            raise ValueError(f"match has {sorted(unknown)}, which no shape has")
+        rules.append((rule["match"], _parsed(kind, rule["config"])))
+    return rules
+
+
+def config_path(device_name: str, capability: tuple[int, int]) -> Path:
+    """Return the file for a device: its own, or that of the newest capability below its own."""
+    own = CONFIG_DIR / f"{file_stem(device_name)}.json"
+    if own.exists():
+        return own
+    known = sorted(_capability(path) for path in CONFIG_DIR.glob("sm_*.json"))
+    number = capability[0] * 10 + capability[1]
+    fits = [each for each in known if each <= number]
+    return CONFIG_DIR / f"sm_{fits[-1] if fits else known[0]}.json"
+
+
+def file_stem(device_name: str) -> str:
+    """Return `device_name` as a file is named after it: "NVIDIA H200" gives "NVIDIA_H200"."""
+    return "".join(each if each.isalnum() or each == "-" else "_" for each in device_name)
+
+
+NAMES: Final[dict[type[DecodeConfig] | type[PrefillConfig], str]] = {
+    DecodeConfig: "decode",
+    PrefillConfig: "prefill",
+}
+"""What the files call them."""
+
+
+_forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | PrefillConfig]] = {}
+
+
+@functools.cache
+def _config_of(name: str, index: int | None, shape: Shape) -> DecodeConfig | PrefillConfig:
+    text = _device_path(index).read_text()
+    if name == NAMES[DecodeConfig]:
+        return first_match(read_rules(DecodeConfig, text), shape)
+    return first_match(read_rules(PrefillConfig, text), shape)
+
+
+def _device_path(index: int | None) -> Path:
+    if index is None:
+        return CONFIG_DIR / "interpreter.json"
+    name = torch.cuda.get_device_name(index)
+    return config_path(name, torch.cuda.get_device_capability(index))
+
+
+def first_match(rules: list[tuple[dict[str, object], Config]], shape: Shape) -> Config:
+    """Return what the first rule that matches gives.
+
+    Raises:
+        ValueError: none does.
+    """
+    for match, config in rules:
+        if all(getattr(shape, name) == value for name, value in match.items()):
+            return config
+    raise ValueError(f"no rule matches {shape}, required is a last one that asks for nothing")
+
+
+def _capability(path: Path) -> int:
+    return int(path.stem.removeprefix("sm_"))
+
+
+def _parsed(kind: type[Config], given: dict[str, Any]) -> Config:
+    expected = {field.name for field in fields(kind)}
+    if set(given) != expected:
+        raise ValueError(f"config has {sorted(given)}, required are {sorted(expected)}")
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, required is an integer of at least 1")
+    return kind(**given)

@@ -1,0 +1,40 @@
+"""`quire drain`: has one process drain and end."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import grpc
+
+from quire.cli.settings import DrainSettings
+from quire.cli.target import connection_errors
+from quire.v1 import admin_pb2
+from quire.v1.admin_pb2_grpc import AdminServiceStub
+from rpc.peers.channel import open_blocking_channel
+from rpc.settings import parse_settings
+from rpc.status import status_to_error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire drain`; give the exit code."""
+    settings = parse_settings(DrainSettings, "quire drain", argv)
+    with connection_errors(settings.target):
+        _drain(settings)
+    print(f"{settings.worker or settings.target} has drained, and ends")
+    return 0
+
+
+def _drain(settings: DrainSettings) -> None:
+    key = settings.api_key.get_secret_value()
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    request = admin_pb2.DrainRequest(worker=settings.worker)
+    name = settings.worker or settings.target
+    has_begun = False
+    with open_blocking_channel(settings.target, tls=settings.client_tls) as channel:
+        stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            for told in stub.Drain(request, metadata=metadata):
+                has_begun = True
+                print(f"{name} drains: {told.num_live} live", flush=True)
+        except grpc.RpcError as error:
+            if not has_begun:  # else it has ended before it could say so
+                raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None

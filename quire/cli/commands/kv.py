@@ -1,0 +1,128 @@
+"""`quire kv`: shows who holds which KV blocks."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from quire.cli.settings import KvSettings
+from quire.cli.target import connection_errors, find_target, open_client
+from quire.client.kv_types import KvBlockState, SequenceKv, TierKv, WorkerKv
+from rpc.settings import parse_settings
+
+_STATE_TO_SIGN: Final = {
+    KvBlockState.BLANK: "·",
+    KvBlockState.CACHED: "c",
+    KvBlockState.PINNED: "p",
+    KvBlockState.HELD: "#",
+    KvBlockState.SHARED: "S",
+    KvBlockState.RETIRED: "x",
+}
+_LEGEND: Final = "· blank   c cached   p pinned   # held   S shared   x retired"
+_MAX_MAP_LINES: Final = 16
+"""Of one tier, on a terminal; the JSON has all."""
+_NUMBER_WIDTH: Final = 9
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire kv`; give the exit code."""
+    settings = parse_settings(KvSettings, "quire kv", argv)
+    target = find_target(settings.target)
+    with connection_errors(target), open_client(target, settings) as client:
+        workers = client.describe_kv(
+            worker=settings.worker,
+            first_seq_id=settings.first_seq_id,
+            max_sequences=settings.max_sequences,
+            first_block=settings.first_block,
+            ref_counts=settings.json_,
+            block_tables=settings.json_,
+        )
+    if settings.json_:
+        print(json.dumps([_to_json(worker) for worker in workers], indent=2))
+    else:
+        console = Console(highlight=False)
+        for worker in workers:
+            _show_worker(console, worker, settings.first_block)
+    return 0
+
+
+def describe_tier(tier: TierKv) -> str:
+    """Say in a line what its blocks are."""
+    retired = f", {tier.num_retired} retired" if tier.num_retired else ""
+    return (
+        f"{tier.tier}: {tier.num_blocks} blocks: {tier.num_held} held, {tier.num_shared} shared, "
+        f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} blank{retired}"
+    )
+
+
+def map_lines(states: bytes, first_block: int, width: int) -> Iterator[str]:
+    """Yield a line for each `width` blocks: the first one's number, and a sign for each."""
+    for start in range(0, len(states), width):
+        signs = "".join(
+            _STATE_TO_SIGN[KvBlockState(state)] for state in states[start : start + width]
+        )
+        yield f"{first_block + start:>{_NUMBER_WIDTH - 1}} {signs}"
+
+
+def _show_worker(console: Console, worker: WorkerKv, first_block: int) -> None:
+    console.print(
+        f"[bold]{escape(worker.worker)}[/bold]  blocks of {worker.block_size} tokens, "
+        f"{worker.block_bytes} bytes;  {_LEGEND}",
+        soft_wrap=True,
+    )
+    width = max(16, (console.width - _NUMBER_WIDTH) // 16 * 16)
+    for tier in worker.tiers:
+        console.print(describe_tier(tier), soft_wrap=True)
+        lines = list(map_lines(tier.states, first_block, width))
+        for line in lines[:_MAX_MAP_LINES]:
+            console.print(line, markup=False, soft_wrap=True)
+        if len(lines) > _MAX_MAP_LINES or tier.next_block is not None:
+            following = first_block + min(len(tier.states), _MAX_MAP_LINES * width)
+            console.print(f"{'':{_NUMBER_WIDTH}}… --first-block {following} shows what follows")
+    if worker.sequences:
+        console.print(_sequence_table(worker.sequences))
+    if worker.next_seq_id is not None:
+        console.print(
+            f"{worker.num_sequences} sequences in all; --worker {escape(worker.worker)} "
+            f"--first-seq-id {worker.next_seq_id} shows what follows",
+            soft_wrap=True,
+        )
+
+
+def _sequence_table(sequences: Sequence[SequenceKv]) -> Table:
+    right = {"justify": "right"}
+    table = Table("seq", "request", "output", "status")
+    for heading in ("tokens", "prompt", "computed", "cached", "device", "host", "disk", "shared"):
+        table.add_column(heading, **right)  # type: ignore[arg-type]
+    for seq in sequences:
+        table.add_row(
+            str(seq.seq_id),
+            escape(seq.request_id),
+            str(seq.output_index),
+            seq.status,
+            *map(
+                str,
+                (
+                    seq.num_tokens,
+                    seq.num_prompt_tokens,
+                    seq.num_computed_tokens,
+                    seq.num_cached_tokens,
+                    seq.num_device_blocks,
+                    seq.num_host_blocks,
+                    seq.num_disk_blocks,
+                    seq.num_shared_blocks,
+                ),
+            ),
+        )
+    return table
+
+
+def _to_json(worker: WorkerKv) -> dict[str, Any]:
+    value = asdict(worker)
+    for tier in value["tiers"]:
+        tier["states"] = [KvBlockState(state).name.lower() for state in tier["states"]]
+    return value

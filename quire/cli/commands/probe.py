@@ -1,0 +1,91 @@
+"""`quire probe`, and what else asks a process over HTTP whether it is ready."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import aiohttp
+
+from quire.cli.settings import ProbeSettings
+from quire.cli.up.ports import join, reachable
+from rpc.settings import parse_settings
+
+_POLL_S = 0.1
+_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What `/ready` answered."""
+
+    ready: bool
+    status: str
+    """For a person, such as "loading weights"."""
+    progress: float | None = None
+    """Part of the status that is done, in [0, 1]."""
+
+
+STARTING = Readiness(ready=False, status="starting")
+"""Of a process that does not listen yet."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire probe`; give the exit code: 0 if the process is ready."""
+    settings = parse_settings(ProbeSettings, "quire probe", argv)
+    address = join(reachable(settings.host), settings.http_port)
+    answer = asyncio.run(_probe_once(address, tls=settings.tls_cert is not None))
+    print(f"{address}: {'does not answer' if answer is None else answer.status}")
+    return 0 if answer is not None and answer.ready else 1
+
+
+async def _probe_once(address: str, *, tls: bool) -> Readiness | None:
+    async with aiohttp.ClientSession() as session:
+        return await probe(session, address, tls=tls)
+
+
+async def probe(
+    session: aiohttp.ClientSession,
+    address: str,
+    *,
+    tls: bool = False,
+    timeout_s: float = _TIMEOUT_S,
+) -> Readiness | None:
+    """Ask the process at `address`, "host:port"; None if nothing answers in time.
+
+    A certificate is not looked at, as kubelets do not: nothing is told to who answers.
+    """
+    url = f"{'https' if tls else 'http'}://{address}/ready"
+    try:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.get(url, timeout=timeout, ssl=False) as response:
+            body = await response.json(content_type=None)
+            progress = body.get("progress")
+            return Readiness(
+                ready=response.status == HTTPStatus.OK,
+                status=str(body.get("status", "")),
+                progress=float(progress) if isinstance(progress, int | float) else None,
+            )
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+        return None
+
+
+async def wait_until_ready(
+    name_to_address: Mapping[str, str],
+    show: Callable[[Mapping[str, Readiness]], None],
+    check: Callable[[], None] = lambda: None,
+    *,
+    tls: bool = False,
+) -> None:
+    """Poll until every process is ready, showing each turn; `check` may raise to give up."""
+    readiness = dict.fromkeys(name_to_address, STARTING)
+    async with aiohttp.ClientSession() as session:
+        while not all(each.ready for each in readiness.values()):
+            check()
+            answers = await asyncio.gather(
+                *(probe(session, a, tls=tls) for a in name_to_address.values())
+            )
+            for name, answer in zip(name_to_address, answers, strict=True):
+                readiness[name] = answer or readiness[name]
+            show(readiness)
+            await asyncio.sleep(_POLL_S)

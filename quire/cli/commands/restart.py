@@ -1,0 +1,72 @@
+"""`quire restart`: replaces the processes of what `quire up` started, one after another."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from quire.cli.command_error import CommandError
+from quire.cli.commands.probe import Readiness, wait_until_ready
+from quire.cli.settings import RestartSettings
+from quire.cli.up.service_dir import ServiceInfo, ServiceProcess, running_services
+from rpc.settings import parse_settings
+
+_POLL_S = 0.05
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire restart`; give the exit code."""
+    settings = parse_settings(RestartSettings, "quire restart", argv)
+    service = _choose(settings)
+    for process in _chosen(service, settings.names):
+        started_at = time.monotonic()
+        _restart(service, process)
+        print(f"{process.name} is ready again after {time.monotonic() - started_at:.1f} s")
+    return 0
+
+
+def _choose(settings: RestartSettings) -> ServiceInfo:
+    ending = "" if settings.http_port is None else f":{settings.http_port}"
+    found = [each for each in running_services() if each.http_address.endswith(ending)]
+    if len(found) != 1:
+        raise CommandError(
+            f"--http-port: {settings.http_port or 'is not given'}: {len(found)} services of yours"
+            " are there; it must choose one"
+        )
+    return found[0]
+
+
+def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
+    """Give the processes in the order in which they were started: workers first."""
+    known = [process.name for process in service.processes]
+    if unknown := sorted({*names} - {*known}):
+        raise CommandError(f"{', '.join(unknown)}: no such process; there are {', '.join(known)}")
+    return [process for process in service.processes if not names or process.name in names]
+
+
+def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
+    """End it in good order; the supervisor starts it again."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+    while (new := _find(service, process.name).pid) in (None, process.pid):
+        time.sleep(_POLL_S)
+
+    def check() -> None:
+        if _find(service, process.name).pid != new:
+            raise CommandError(f"{process.name} ended while starting; logs: {service.log_dir}")
+
+    def show(_: Mapping[str, Readiness]) -> None:
+        """Say nothing: how far a start is, `quire status` tells."""
+
+    addresses = {process.name: process.http_address}
+    asyncio.run(wait_until_ready(addresses, show, check, tls=service.has_tls))
+
+
+def _find(service: ServiceInfo, name: str) -> ServiceProcess:
+    for each in running_services():
+        if each.pid == service.pid:
+            return next(process for process in each.processes if process.name == name)
+    raise CommandError(f"the service at {service.http_address} has ended")

@@ -1,0 +1,118 @@
+"""`quire top`: a live view of queues, sequences, KV and rates."""
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from quire.cli.command_error import CommandError
+from quire.cli.settings import TopSettings
+from quire.cli.target import connection_errors, find_target, open_client
+from quire.cli.top.figures import Snapshot, take_snapshot
+from quire.cli.top.view import draw
+from quire.cli.up.service_dir import ServiceDirError, ServiceInfo, running_services
+from rpc.errors import QuireError
+from rpc.settings import parse_settings
+
+_QUIT_KEYS: Final = b"qQ\x03\x04"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quire top`; give the exit code."""
+    settings = parse_settings(TopSettings, "quire top", argv)
+    target = find_target(settings.target)
+    service = _find_service(target)
+    console = Console(highlight=False)
+    if not (settings.once or console.is_terminal):
+        raise CommandError("top: standard output is no terminal; --once prints one frame")
+    with open_client(target, settings) as client:
+        with connection_errors(target):
+            first = take_snapshot(client, service, settings.max_sequences)
+        heading = title(target, service)
+        if settings.once:
+            time.sleep(settings.interval_s)
+            with connection_errors(target):
+                now = take_snapshot(client, service, settings.max_sequences)
+            console.print(draw(console, heading, first, now))
+        else:
+            take = partial(take_snapshot, client, service, settings.max_sequences)
+            _watch(console, heading, settings.interval_s, first, take)
+    return 0
+
+
+def _watch(
+    console: Console,
+    heading: str,
+    interval_s: float,
+    first: Snapshot,
+    take: Callable[[], Snapshot],
+) -> None:
+    """Show frames until somebody presses q."""
+    before = now = first
+    hint = f"{heading}  [dim]q quits[/dim]"
+    with (
+        _keys() as wait_for_quit,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        live.update(draw(console, hint, before, now), refresh=True)
+        while not wait_for_quit(interval_s):
+            try:
+                before, now = now, take()
+                header = hint
+            except QuireError as error:  # it may come back; what was last known stays
+                header = f"{heading}  [red]{escape(str(error))}[/red]"
+            live.update(draw(console, header, before, now), refresh=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Have keys at once, unseen; give what waits so many seconds, and says whether to quit."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    fd = sys.stdin.fileno()
+    as_it_was = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield lambda seconds: _quits(fd, seconds)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, as_it_was)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _quits(fd: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if not select.select([fd], [], [], left)[0]:
+            return False
+        if os.read(fd, 1) in _QUIT_KEYS:  # nothing is in them, too: the terminal is gone
+            return True
+    return False
+
+
+def title(target: str, service: ServiceInfo | None) -> str:
+    """Say what is watched, in markup."""
+    name = "" if service is None else f"  [bold]{escape(service.model_name)}[/bold]"
+    return f"[bold]quire top[/bold]{name}  [dim]{escape(target)}[/dim]"
+
+
+def _find_service(target: str) -> ServiceInfo | None:
+    with contextlib.suppress(ServiceDirError):
+        for service in running_services():
+            if service.grpc_target == target:
+                return service
+    return None

@@ -1,0 +1,1 @@
+"""`quire top`: a live view of a service."""

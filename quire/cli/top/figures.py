@@ -1,0 +1,184 @@
+"""What `quire top` shows: figures of a service at one moment, and rates between two."""
+
+import contextlib
+import ssl
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.cli.up.service_dir import ServiceInfo
+from quire.client import Client
+from quire.client.activity_types import WorkerActivity
+from quire.client.kv_types import KvTier, SequenceKv, TierKv, WorkerKv
+from quire.client.types import Load
+from rpc.errors import PermissionDeniedError
+
+_TIMEOUT_S: Final = 3.0
+_HTTP_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    """What the router counts, since its start."""
+
+    code_to_num_refused: Mapping[str, int]
+    """Requests refused, by gRPC status."""
+    first_token_s: float
+    """Sum over the first tokens of requests; of how many is next."""
+    num_first_tokens: int
+    between_tokens_s: float
+    num_between_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A service at one moment."""
+
+    taken_at_s: float
+    """By a clock that only runs forward."""
+    load: Load
+    kv: tuple[WorkerKv, ...] = ()
+    """Without the states of single blocks."""
+    activity: tuple[WorkerActivity, ...] = ()
+    router: RouterFigures | None = None
+    """None: the router's HTTP is not known, or does not answer."""
+    note: str = ""
+    """Why something is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one worker did between two snapshots, per second."""
+
+    steps: float
+    prefill_tokens: float
+    decode_tokens: float
+    busy: float
+    """Share of the time in which it worked on a step; above 1 where steps overlap."""
+    preemptions: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierSum:
+    """Blocks of one tier of all workers."""
+
+    tier: KvTier
+    num_blocks: int
+    num_shared: int
+    num_held: int
+    num_pinned: int
+    num_cached: int
+    num_blank: int
+    num_bytes: int
+
+
+def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: int) -> Snapshot:
+    """Ask the router, and if its `service` is known its metrics, too.
+
+    Raises:
+        QuireError: The router does not answer, or refuses.
+    """
+    now = time.monotonic()
+    load = client.load(timeout_s=_TIMEOUT_S)
+    router = None if service is None else _read_router(service)
+    try:
+        kv = client.describe_kv(max_sequences=max_sequences, max_blocks=0, timeout_s=_TIMEOUT_S)
+        activity = client.describe_activity(timeout_s=_TIMEOUT_S)
+    except PermissionDeniedError as error:  # a tenant's key: the load is all that it may see
+        return Snapshot(now, load, router=router, note=str(error))
+    return Snapshot(now, load, kv, activity, router)
+
+
+def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
+    """Return each worker's rates; without those that were attached meanwhile."""
+    took_s = after.taken_at_s - before.taken_at_s
+    name_to_before = {it.worker: it for it in before.activity}
+    rates = {}
+    for it in after.activity:
+        was = name_to_before.get(it.worker)
+        if was is None or was.attached_at_s != it.attached_at_s or took_s <= 0:
+            continue
+        rates[it.worker] = Rates(
+            steps=(it.num_steps - was.num_steps) / took_s,
+            prefill_tokens=(it.num_prefill_tokens - was.num_prefill_tokens) / took_s,
+            decode_tokens=(it.num_decode_tokens - was.num_decode_tokens) / took_s,
+            busy=(it.busy_s - was.busy_s) / took_s,
+            preemptions=(it.num_preemptions - was.num_preemptions) / took_s,
+        )
+    return rates
+
+
+def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
+    """Add up the tiers of all workers, the fastest first."""
+
+    def sum_of(tier: KvTier) -> TierSum:
+        tiers = [(worker, it) for worker in workers for it in worker.tiers if it.tier is tier]
+
+        def total(name: str) -> int:
+            return sum(getattr(it, name) for _, it in tiers)
+
+        return TierSum(
+            tier=tier,
+            num_blocks=total("num_blocks"),
+            num_shared=total("num_shared"),
+            num_held=total("num_held"),
+            num_pinned=total("num_pinned"),
+            num_cached=total("num_cached"),
+            num_blank=total("num_blank"),
+            num_bytes=sum(it.num_blocks * worker.block_bytes for worker, it in tiers),
+        )
+
+    return tuple(it for it in map(sum_of, KvTier) if it.num_blocks)
+
+
+def device_of(worker: WorkerKv) -> TierKv:
+    """Return a worker's device tier, which every worker has."""
+    return next(tier for tier in worker.tiers if tier.tier is KvTier.DEVICE)
+
+
+def largest_sequences(workers: Sequence[WorkerKv]) -> tuple[tuple[str, SequenceKv], ...]:
+    """Return the sequences with their worker, those that hold most blocks first."""
+    pairs = [(worker.worker, seq) for worker in workers for seq in worker.sequences]
+
+    def size(pair: tuple[str, SequenceKv]) -> tuple[int, int]:
+        seq = pair[1]
+        return -seq.num_device_blocks - seq.num_host_blocks - seq.num_disk_blocks, seq.seq_id
+
+    return tuple(sorted(pairs, key=size))
+
+
+def parse_metrics(text: str) -> RouterFigures:
+    """Read what a router's /metrics says."""
+    refused: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "quire_requests_refused_total":
+                refused[sample.labels["code"]] += int(sample.value)
+            elif sample.name.endswith(("_sum", "_count")):
+                sums[sample.name] += sample.value  # type: ignore[assignment]
+    return RouterFigures(
+        code_to_num_refused={code: num for code, num in sorted(refused.items()) if num},
+        first_token_s=sums["quire_time_to_first_token_seconds_sum"],
+        num_first_tokens=int(sums["quire_time_to_first_token_seconds_count"]),
+        between_tokens_s=sums["quire_inter_token_latency_seconds_sum"],
+        num_between_tokens=int(sums["quire_inter_token_latency_seconds_count"]),
+    )
+
+
+def _read_router(service: ServiceInfo) -> RouterFigures | None:
+    # A certificate is not looked at: nothing is told to who answers.
+    tls = ssl._create_unverified_context() if service.has_tls else None  # noqa: S323, SLF001
+    url = f"{'https' if service.has_tls else 'http'}://{service.http_address}/metrics"
+    with contextlib.suppress(OSError, ValueError):
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+        )
+        with opener.open(url, timeout=_HTTP_TIMEOUT_S) as response:
+            return parse_metrics(response.read().decode())
+    return None

@@ -1,0 +1,67 @@
+"""A Python client of the service, synchronous and asynchronous.
+
+    from quire.client import Client, SamplingParams
+
+    with Client(["10.0.0.1:50051", "10.0.0.2:50051"]) as client:
+        for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
+            ...
+
+Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
+TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
+deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
+sooner) and whom it is for; what that does is the scheduler's policy.
+
+A client may know several routers of a service, all alike: it stays with one until that fails. With
+`resumable=True` a stream goes on when its router dies or the connection breaks, through another
+router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent
+anew, too, if they were refused because the service is too busy, or not there: when it says, and as
+long as most succeed.
+"""
+
+from quire.client.async_client import AsyncClient
+from quire.client.blocking_client import Client
+from quire.client.kv_types import WorkerKv
+from quire.client.retry import Retry
+from quire.client.types import (
+    DEFAULT_SAMPLING,
+    BeamSearch,
+    ChatMessage,
+    Completion,
+    Event,
+    FinishReason,
+    GenerateOptions,
+    Load,
+    Model,
+    Output,
+    OutputDelta,
+    OutputError,
+    OutputFinished,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from rpc.security.tls import ClientTls
+
+__all__ = [
+    "DEFAULT_SAMPLING",
+    "AsyncClient",
+    "BeamSearch",
+    "ChatMessage",
+    "Client",
+    "ClientTls",
+    "Completion",
+    "Event",
+    "FinishReason",
+    "GenerateOptions",
+    "Load",
+    "Model",
+    "Output",
+    "OutputDelta",
+    "OutputError",
+    "OutputFinished",
+    "Retry",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+    "WorkerKv",
+]

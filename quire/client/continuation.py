@@ -1,0 +1,209 @@
+"""What a client knows of one stream, so that it can be gone on with when it breaks.
+
+Pure: it makes the requests and takes the events and the errors; who calls it does the rest.
+"""
+
+import secrets
+import uuid
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from quire.client.retry import NO_RETRY, Retry, RetryBudget
+from quire.client.types import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.v1 import inference_pb2
+from rpc.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
+
+_SEED_BITS = 63
+_REFUSED_WITHIN_S = 1.0
+"""A call that ends as UNAVAILABLE later than that was not refused: its connection has gone."""
+
+
+@dataclass(slots=True)
+class _Received:
+    """What the client has of one output."""
+
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    texts: list[str] = field(default_factory=list)
+    num_text_bytes: int = 0
+    finished: bool = False
+    is_finished_again: bool = False
+    """Whether the service has said so since the request was last sent."""
+    token_ids_to_repeat: Sequence[int] = ()
+    """Those of `token_ids` that the service has yet to repeat, since it was sent anew."""
+    text_to_repeat: str = ""
+
+
+class Continuation:
+    """One request, through as many calls as it takes.
+
+    A stream that broke is resumed. When the service cannot do that (it has lost router and
+    scheduler, or it was too long ago) it is sent anew, and what the client has is
+    left out of what comes: with the same seed the service gives the same again. Should it not, that
+    is an error. So a caller gets each token once, whatever happens.
+    """
+
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        policy: Retry | None,
+        budget: RetryBudget,
+    ) -> None:
+        """A `request` that is resumable gets an id and a seed, unless it has them.
+
+        Without a policy it is tried again as `Retry` says by default if it is resumable, else not.
+        """
+        self.is_complete = False
+        """Whether everything has come."""
+        self._request = request
+        self._policy = policy or (Retry() if request.resumable else NO_RETRY)
+        self._budget = budget
+        self._outputs: dict[int, _Received] = {}
+        self._has_prompt_scores = False
+        self._is_resuming = False
+        self._is_accepted = False
+        """Whether any call has brought an event."""
+        self._may_be_live = False
+        """Whether a call was lost that the service may have accepted."""
+        self._num_failures = 0
+        """Since the last event that was new."""
+        self._failing_since = 0.0
+        if request.resumable:
+            request.request_id = request.request_id or uuid.uuid4().hex
+            if not request.sampling.HasField("seed"):
+                request.sampling.seed = secrets.randbits(_SEED_BITS)
+
+    @property
+    def request_id(self) -> str:
+        """Empty if it is left to the service."""
+        return self._request.request_id
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the work goes on when a stream breaks, unless it is cancelled."""
+        return self._request.resumable
+
+    def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
+        """Make the request of the next call."""
+        if not self._is_resuming:
+            for output in self._outputs.values():
+                output.is_finished_again = False
+                output.token_ids_to_repeat = output.token_ids[:]
+                output.text_to_repeat = "".join(output.texts)
+            return self._request
+        # What is left to repeat, if the stream that repeated it broke, is nothing to leave out.
+        return inference_pb2.ResumeRequest(
+            request_id=self._request.request_id,
+            received=[
+                inference_pb2.OutputReceived(
+                    output_index=index,
+                    num_tokens=len(output.token_ids) - len(output.token_ids_to_repeat),
+                    num_text_bytes=output.num_text_bytes - len(output.text_to_repeat.encode()),
+                    finished=output.is_finished_again,
+                )
+                for index, output in self._outputs.items()
+            ],
+            has_prompt_scores=self._has_prompt_scores,
+        )
+
+    def take(self, event: Event) -> Event | None:
+        """Take the next event of the present call; give what is new of it.
+
+        Raises QuireError if it does not go on where the client is, or contradicts what it has.
+        """
+        if not self._is_accepted:
+            self._is_accepted = True
+            self._budget.succeeded()
+        new = self._new(event)
+        if new is not None:
+            self._num_failures = 0
+        return new
+
+    def _new(self, event: Event) -> Event | None:
+        match event:
+            case OutputDelta():
+                return self._take_delta(event) if self.is_resumable else event
+            case OutputFinished():
+                output = self._outputs.setdefault(event.output_index, _Received())
+                is_new = not output.finished
+                output.finished = output.is_finished_again = True
+                return event if is_new else None
+            case PromptScores():
+                is_new, self._has_prompt_scores = not self._has_prompt_scores, True
+                return event if is_new else None
+            case Usage():
+                self.is_complete = True
+                return event
+
+    def _take_delta(self, delta: OutputDelta) -> OutputDelta | None:
+        output = self._outputs.setdefault(delta.output_index, _Received())
+        expected = len(output.token_ids) - len(output.token_ids_to_repeat)
+        if delta.token_offset != expected:
+            raise QuireError(
+                f"output {delta.output_index} goes on at token {delta.token_offset}, not {expected}"
+            )
+        num_again = min(len(delta.token_ids), len(output.token_ids_to_repeat))
+        num_chars_again = min(len(delta.text), len(output.text_to_repeat))
+        if (
+            tuple(output.token_ids_to_repeat[:num_again]) != delta.token_ids[:num_again]
+            or output.text_to_repeat[:num_chars_again] != delta.text[:num_chars_again]
+        ):
+            raise QuireError(
+                f"output {delta.output_index} is not the same again from token {expected} on"
+            )
+        output.token_ids_to_repeat = output.token_ids_to_repeat[num_again:]
+        output.text_to_repeat = output.text_to_repeat[num_chars_again:]
+        new = replace(
+            delta,
+            token_offset=delta.token_offset + num_again,
+            token_ids=delta.token_ids[num_again:],
+            text=delta.text[num_chars_again:],
+            logprobs=delta.logprobs[num_again:],
+        )
+        output.token_ids.extend(new.token_ids)
+        output.texts.append(new.text)
+        output.num_text_bytes += len(new.text.encode())
+        return new if new.token_ids or new.text else None
+
+    def check_complete(self) -> None:
+        """Check, when a call has ended well, that everything has come; raise UnavailableError."""
+        if not self.is_complete:
+            raise UnavailableError("the stream ended before its usage")
+
+    def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
+        """Take the failure of the present call; give how long to wait before the next.
+
+        Raises `error` if there is no use in another. `now` is in seconds, on a clock that only goes
+        forward; `took_s` is how long the call lasted.
+        """
+        if self._num_failures == 0:
+            self._failing_since = now
+        self._num_failures += 1
+        delay_s = self._policy.backoff_s(self._num_failures)
+        match error:
+            case NotFoundError() | FailedPreconditionError() if self._is_resuming:
+                self._is_resuming = False
+            case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
+                self._is_resuming = True  # the service has not noticed yet that a call broke
+            case TooBusyError():
+                delay_s = max(delay_s, error.retry_after_s)
+            case UnavailableError():
+                self._is_resuming = self.is_resumable
+                self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
+            case _:
+                raise error
+        if self.is_resumable and (self._is_accepted or self._may_be_live):
+            may_go_on = now + delay_s - self._failing_since <= self._policy.resume_within_s
+        else:
+            may_go_on = self._budget.failed() and self._num_failures < self._policy.max_attempts
+            may_go_on = may_go_on and not self._is_accepted
+        if not may_go_on:
+            raise error
+        return delay_s

@@ -1,0 +1,179 @@
+"""API keys: which there are, whose each is, and whether what a caller shows is one."""
+
+import hashlib
+import hmac
+import secrets
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from router.access.quotas import Quota
+from rpc.errors import UnauthenticatedError
+
+_SCHEME: Final = "bearer"
+_SHA256_PATTERN: Final = r"^[0-9a-fA-F]{64}$"
+
+TenantName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
+
+
+class ApiKeysError(ValueError):
+    """A file of keys that cannot be used. The message holds no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a key stands for."""
+
+    tenant: str
+    is_operator: bool = False
+    """May ask about other tenants, too: who holds which KV blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFile:
+    """What a file of keys says."""
+
+    sha256_to_caller: Mapping[bytes, Caller]
+    tenant_to_quota: Mapping[str, Quota]
+
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def current_caller() -> Caller:
+    """Return who makes the call that is being answered.
+
+    Raises:
+        UnauthenticatedError: Nobody has looked at its key.
+    """
+    caller = _caller.get()
+    if caller is None:
+        raise UnauthenticatedError("an API key is required")
+    return caller
+
+
+class ApiKeys:
+    """The keys that a router takes. They are kept, and compared, as hashes only."""
+
+    def __init__(self, keys: Iterable[str] = (), file: KeysFile | None = None) -> None:
+        """Take plain keys, which are the operator's, and those of a file."""
+        file = file or KeysFile({}, {})
+        self.tenant_to_quota = file.tenant_to_quota
+        # The lookup takes time that depends on the hash. With a secret in it nobody can tell what
+        # he tries, so time tells nothing.
+        self._secret = secrets.token_bytes(32)
+        self._hash_to_caller = {
+            self._hash(sha256): caller
+            for sha256, caller in (
+                *file.sha256_to_caller.items(),
+                *((_sha256(key), Caller(tenant="", is_operator=True)) for key in keys),
+            )
+        }
+
+    def enter(self, authorization: str | None) -> None:
+        """Make the holder of a key the `current_caller` of this task.
+
+        Args:
+            authorization: "Bearer KEY", as HTTP and gRPC metadata have it; None: there is none.
+
+        Raises:
+            UnauthenticatedError: It is no key.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != _SCHEME or not key:
+            raise UnauthenticatedError("an API key is required: authorization: Bearer KEY")
+        caller = self._hash_to_caller.get(self._hash(_sha256(key.strip())))
+        if caller is None:
+            raise UnauthenticatedError("the API key is not known here")
+        _caller.set(caller)
+
+    def _hash(self, sha256: bytes) -> bytes:
+        return hmac.digest(self._secret, sha256, "sha256")
+
+
+def read_keys_file(path: Path) -> KeysFile:
+    """Read a TOML file of keys and quotas; docs/security.md says what is in it.
+
+    Raises:
+        ApiKeysError: It cannot be read, or says something that is not understood.
+    """
+    try:
+        parsed = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ApiKeysError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ApiKeysError(f"{path}: it must be UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ApiKeysError(f"{path}: it is no TOML: {error}") from None
+    except ValidationError as error:
+        # Without what is there: it may be a key.
+        problems = [
+            f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors(include_input=False, include_url=False, include_context=False)
+        ]
+        raise ApiKeysError(f"{path}: {'; '.join(problems)}") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ApiKeysError(f"{path}: it is no TOML: {error}") from None
+    except RecursionError:
+        raise ApiKeysError(f"{path}: it is nested too deep") from None
+    return KeysFile(
+        {entry.hash(): Caller(entry.tenant, entry.operator) for entry in parsed.keys},
+        {tenant: quota.to_quota() for tenant, quota in parsed.tenants.items()},
+    )
+
+
+def _sha256(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Key(_Table):
+    tenant: TenantName
+    key: Annotated[str, Field(min_length=1, pattern=r"^[!-~]+$")] | None = None
+    sha256: Annotated[str, Field(pattern=_SHA256_PATTERN)] | None = None
+    operator: bool = False
+
+    @model_validator(mode="after")
+    def _is_given_once(self) -> Self:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("it must have either key or sha256")
+        return self
+
+    def hash(self) -> bytes:
+        if self.sha256 is not None:
+            return bytes.fromhex(self.sha256)
+        assert self.key is not None, "one of them is given"
+        return _sha256(self.key)
+
+
+class _Quota(_Table):
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    max_concurrent_requests: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_in_flight: Annotated[int, Field(ge=1)] | None = None
+
+    def to_quota(self) -> Quota:
+        return Quota(**self.model_dump())
+
+
+class _File(_Table):
+    keys: Annotated[list[_Key], Field(min_length=1)]
+    tenants: dict[TenantName, _Quota] = {}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        hashes = [entry.hash() for entry in self.keys]
+        for index, hash_ in enumerate(hashes):
+            if hash_ in hashes[:index]:
+                raise ValueError(f"keys.{index} is the same as keys.{hashes.index(hash_)}")
+        if unknown := self.tenants.keys() - {entry.tenant for entry in self.keys}:
+            raise ValueError(f"tenants.{min(unknown)} has no key")
+        return self

@@ -1,0 +1,187 @@
+"""The gRPC face: `quire.v1.InferenceService` over the domain service."""
+
+from quire.v1 import inference_pb2, inference_pb2_grpc
+from router.access.priority import TENANT_KEY, with_precedence
+from router.domain import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    OutputFinished,
+    PromptScores,
+    Usage,
+)
+from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
+from router.grpc.wire import (
+    event_to_proto,
+    finished_to_proto,
+    generate_request_from_proto,
+    load_to_proto,
+    logprob_to_proto,
+    model_to_proto,
+    prompt_scores_to_proto,
+    resume_request_from_proto,
+    usage_to_proto,
+)
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+from rpc.errors import InvalidArgumentError, QuireError
+from rpc.grpc_server import Service, service_of
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers calls; what is raised becomes status in the server's interceptor."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def Generate(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: CallContext,
+    ) -> None:
+        """Streams the events; a reader that is slow gets fewer and larger deltas.
+
+        Writes to the context, rather than being a generator: a call that ends while a write waits
+        for the reader then unwinds this very frame, and with it the request, at once.
+        """
+        await _stream(await self._inference.generate(_request(request, context)), context)
+
+    async def Resume(  # noqa: N802
+        self, request: inference_pb2.ResumeRequest, context: CallContext
+    ) -> None:
+        """Streams the events that the client lacks."""
+        tenant = metadata_of(context).get(TENANT_KEY, "")
+        resume = resume_request_from_proto(request, tenant, deadline_of(context))
+        await _stream(await self._inference.resume(resume), context)
+
+    async def Cancel(  # noqa: N802
+        self, request: inference_pb2.CancelRequest, context: CallContext
+    ) -> inference_pb2.CancelResponse:
+        """Ends a request of which the client may have lost the stream."""
+        await self._inference.cancel(request.request_id, metadata_of(context).get(TENANT_KEY, ""))
+        return inference_pb2.CancelResponse()
+
+    async def GenerateOnce(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateOnceRequest,
+        context: CallContext,
+    ) -> inference_pb2.GenerateOnceResponse:
+        """Collects the events; the failure of an output is the call's."""
+        domain_request = _request(request.request, context)
+        response = inference_pb2.GenerateOnceResponse()
+        async with await self._inference.generate(domain_request) as live:
+            response.request_id = live.request_id
+            for _ in range(domain_request.n):
+                response.outputs.add()
+            texts: list[list[str]] = [[] for _ in response.outputs]
+            async for event in live:
+                match event:
+                    case OutputDelta():
+                        output = response.outputs[event.output_index]
+                        output.token_ids.extend(event.token_ids)
+                        output.logprobs.extend(map(logprob_to_proto, event.logprobs))
+                        texts[event.output_index].append(event.text)
+                    case OutputFinished():
+                        if (error := failure_of(event)) is not None:
+                            raise error
+                        output = response.outputs[event.output_index]
+                        output.finished.CopyFrom(finished_to_proto(event))
+                        output.text = "".join(texts[event.output_index])
+                    case PromptScores():
+                        response.prompt.CopyFrom(prompt_scores_to_proto(event))
+                    case Usage():
+                        response.usage.CopyFrom(usage_to_proto(event))
+        return response
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, _: CallContext
+    ) -> inference_pb2.TokenizeResponse:
+        """Tokenizes a text or a chat."""
+        max_model_len = self._inference.model.info(request.model).max_model_len
+        has_special = request.HasField("add_special_tokens")
+        match request.WhichOneof("input"):
+            case "text":
+                token_ids = await self._inference.text.tokenize(
+                    request.model,
+                    request.text,
+                    add_special_tokens=request.add_special_tokens if has_special else True,
+                )
+            case "chat":
+                if has_special:
+                    raise InvalidArgumentError(
+                        "add_special_tokens", "is set; with chat the template decides"
+                    )
+                if not request.chat.messages:
+                    raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
+                token_ids = await self._inference.text.tokenize_chat(
+                    request.model,
+                    [{"role": m.role, "content": m.content} for m in request.chat.messages],
+                )
+            case _:
+                raise InvalidArgumentError("input", "is not set; text or chat must be")
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, _: CallContext
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turns token ids into text."""
+        text = await self._inference.text.detokenize(
+            request.model,
+            request.token_ids,
+            skip_special_tokens=(
+                request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            ),
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self, _request: inference_pb2.ListModelsRequest, _: CallContext
+    ) -> inference_pb2.ListModelsResponse:
+        """Lists the models."""
+        return inference_pb2.ListModelsResponse(
+            models=map(model_to_proto, self._inference.model.infos())
+        )
+
+    async def GetLoad(  # noqa: N802
+        self, _request: inference_pb2.GetLoadRequest, _: CallContext
+    ) -> inference_pb2.GetLoadResponse:
+        """Passes on the scheduler's load."""
+        return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
+
+    async def DescribeKv(  # noqa: N802
+        self, request: inference_pb2.DescribeKvRequest, _: CallContext
+    ) -> inference_pb2.DescribeKvResponse:
+        """Passes on what the scheduler says of its KV blocks."""
+        workers = await self._inference.describe_kv(request.query)
+        return inference_pb2.DescribeKvResponse(workers=workers)
+
+    async def DescribeActivity(  # noqa: N802
+        self, request: inference_pb2.DescribeActivityRequest, _: CallContext
+    ) -> inference_pb2.DescribeActivityResponse:
+        """Passes on what the scheduler says of its workers' steps."""
+        workers = await self._inference.describe_activity(request.query)
+        return inference_pb2.DescribeActivityResponse(workers=workers)
+
+
+def inference_service(inference: Inference) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return service_of(
+        inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(inference)
+    )
+
+
+def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
+    """Takes what the message says, and what the call says beside it."""
+    request = generate_request_from_proto(message, deadline_of(context))
+    return with_precedence(request, metadata_of(context))
+
+
+async def _stream(live: LiveRequest, context: CallContext) -> None:
+    expired: QuireError | None = None
+    async with live:
+        async for event in live:
+            if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
+                expired = failure_of(event)
+            await context.write(event_to_proto(live.request_id, event))
+    if expired is not None:  # what the client's own clock would have said a moment later
+        raise expired

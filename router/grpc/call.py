@@ -1,0 +1,38 @@
+"""What a gRPC call says beside its message, and the errors that outputs end a call with."""
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from router.domain import FinishReason, OutputFinished
+from router.schedulers.wire import error_from_code
+from rpc.errors import DeadlineExceededError, QuireError, UnavailableError
+
+CallContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+def metadata_of(context: CallContext) -> dict[str, str]:
+    """The call's metadata, without what is binary."""
+    pairs = context.invocation_metadata() or ()
+    return {key: value for key, value in pairs if isinstance(value, str)}
+
+
+def deadline_of(context: CallContext) -> float | None:
+    """When the call's deadline passes, on the event loop's clock; None: never."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
+
+
+def failure_of(finished: OutputFinished) -> QuireError | None:
+    """What a call that answers in one piece ends with; None if the output ended well."""
+    match finished.reason:
+        case FinishReason.ERROR:
+            assert finished.error is not None, "ERROR comes with an error"
+            return error_from_code(finished.error.code, finished.error.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError("the deadline passed before the outputs were complete")
+        case FinishReason.CANCELLED:
+            return UnavailableError("the service cancelled the request")
+        case _:
+            return None

@@ -1,0 +1,258 @@
+"""The routes of the OpenAI face, and what holds for each of them: ids, trace context, errors."""
+
+import functools
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import TypeAlias, TypeVar
+
+from aiohttp import ClientConnectionResetError, web
+from opentelemetry import context as otel_context
+from pydantic import ValidationError
+
+from router.access.priority import with_precedence
+from router.http.errors import (
+    REQUEST_ID_HEADER,
+    BodyTooLargeError,
+    MethodNotAllowedError,
+    error_from_validation,
+    failure_response,
+)
+from router.http.json_object import Schema
+from router.http.json_text import excerpt, json_bytes, parse_json
+from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
+from router.http.requests.chat import ChatBody, chat_call
+from router.http.requests.completions import CompletionBody, completion_call
+from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.http.responses.answer import Call, answer
+from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
+from router.http.responses.objects import model_json
+from router.http.web_pages import PageGuard, check_json
+from router.operations.adapters import Adapters
+from router.request.inference import Inference
+from rpc.errors import InvalidArgumentError, NotFoundError
+from rpc.observe import telemetry
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Room for a million tokens as numbers; parsing it holds the event loop for some 0.1 s."""
+
+_RESUMABLE_HEADER = "X-Quire-Resumable"
+_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
+
+B = TypeVar("B", bound=Schema)
+
+
+@dataclass(slots=True)
+class _CallId:
+    """A call's id: a new one, until the header or the body gives one."""
+
+    value: str
+
+
+HttpHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamResponse]]
+
+
+def routes(
+    inference: Inference,
+    adapters: Adapters,
+    *,
+    guard: PageGuard | None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> list[web.AbstractRouteDef]:
+    """The routes below /v1, and those that vLLM has beside them.
+
+    `guard` looks at calls that are for operators; None: API keys do.
+
+    The runner must be made with `handler_cancellation=True`: a client that disconnects then cancels
+    its handler, and that its requests. Without it a client that waits for an answer in one piece
+    and leaves would be noticed only when the answer is complete.
+    """
+    created = int(time.time())
+
+    async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        """Continue a prompt, or several; streamed as server-sent events if asked for."""
+        body = await _read_body(request, CompletionBody, max_body_bytes)
+        call_id.value = body.request_id or call_id.value
+        call = completion_call(inference, body, call_id.value)
+        return await answer(request, inference, _with_headers(call, request))
+
+    async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+        """Answer a chat, by the model's chat template."""
+        body = await _read_body(request, ChatBody, max_body_bytes)
+        call_id.value = body.request_id or call_id.value
+        if LAST_EVENT_ID_HEADER not in request.headers:
+            inference.check_room(body.model)  # before the template is rendered
+        call = await chat_call(inference, body, call_id.value)
+        return await answer(request, inference, _with_headers(call, request))
+
+    async def list_models(_: web.Request, __: _CallId) -> web.Response:
+        """List the models served."""
+        models = [model_json(model, created) for model in inference.model.infos()]
+        return _json_response({"object": "list", "data": models})
+
+    async def get_model(request: web.Request, _: _CallId) -> web.Response:
+        """Describe one of them."""
+        model_id = request.match_info["id"]
+        for model in inference.model.infos():
+            if model.id == model_id:
+                return _json_response(model_json(model, created))
+        raise NotFoundError(f"model {excerpt(model_id)} is not served")
+
+    async def create_tokens(request: web.Request, _: _CallId) -> web.Response:
+        """Turn a text or a chat into the token ids that the model would see, as vLLM does."""
+        body = await _read_body(request, TokenizeBody, max_body_bytes)
+        return _json_response(await tokenize(inference, body))
+
+    async def create_text(request: web.Request, _: _CallId) -> web.Response:
+        """Turn token ids into text, special tokens and all, as vLLM does."""
+        body = await _read_body(request, DetokenizeBody, max_body_bytes)
+        return _json_response(await detokenize(inference, body))
+
+    def check_call(request: web.Request) -> None:
+        check_json(request.content_type)
+        if guard is not None:
+            guard.check(request.headers)
+
+    async def load_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+        """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
+        check_call(request)
+        body = await _read_body(request, LoadAdapterBody, max_body_bytes)
+        return web.Response(text=await load_adapter(adapters, body, request.remote))
+
+    async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+        """Unload one, once the requests that have it have ended; for operators, as vLLM."""
+        check_call(request)
+        body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
+        return web.Response(text=await unload_adapter(adapters, body, request.remote))
+
+    async def get_version(_: web.Request, __: _CallId) -> web.Response:
+        """Tell the service's version."""
+        return _json_response({"version": version("quire")})
+
+    async def get_load(_: web.Request, __: _CallId) -> web.Response:
+        """Tell how many sequences are live (`server_load`), and the scheduler's whole load."""
+        load = await inference.load()
+        num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
+        return _json_response({"server_load": num_live, **asdict(load)})
+
+    async def refuse(request: web.Request, _: _CallId) -> web.Response:
+        if request.path in paths:
+            raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
+        raise NotFoundError(f"there is no {request.method} {request.path}")
+
+    served = [
+        web.post("/v1/completions", _endpoint(create_completion)),
+        web.post("/v1/chat/completions", _endpoint(create_chat)),
+        web.get("/v1/models", _endpoint(list_models)),
+        web.post("/v1/load_lora_adapter", _endpoint(load_lora_adapter)),
+        web.post("/v1/unload_lora_adapter", _endpoint(unload_lora_adapter)),
+        web.post("/tokenize", _endpoint(create_tokens)),
+        web.post("/detokenize", _endpoint(create_text)),
+        web.get("/version", _endpoint(get_version)),
+        web.get("/load", _endpoint(get_load)),
+    ]
+    paths = {route.path for route in served}
+    return [
+        *served,
+        web.get("/v1/models/{id:.+}", _endpoint(get_model)),  # ids may hold slashes
+        web.route("*", "/v1/{path:.*}", _endpoint(refuse)),
+        *(web.route("*", path, _endpoint(refuse)) for path in sorted(paths)),
+    ]
+
+
+def _endpoint(handler: CallHandler) -> HttpHandler:
+    """The handler in its trace context, its errors in OpenAI's shape, its call's id returned."""
+
+    @functools.wraps(handler)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        token = otel_context.attach(telemetry.extract(request.headers.get("traceparent", "")))
+        call_id = _CallId(uuid.uuid4().hex)
+        try:
+            if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
+                call_id.value = _check_request_id(header)
+            response = await handler(request, call_id)
+        except ClientConnectionResetError:
+            raise  # the client is gone, and nobody reads what is returned
+        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+            response = failure_response(error, path=request.path, request_id=call_id.value)
+        finally:
+            otel_context.detach(token)
+        if not response.prepared:
+            response.headers.setdefault(REQUEST_ID_HEADER, call_id.value)
+        return response
+
+    return handle
+
+
+def _with_headers(call: Call, http: web.Request) -> Call:
+    """The call with what its headers ask for: an order, that it may be resumed, that it is."""
+    resumable = http.headers.get(_RESUMABLE_HEADER, "false").lower()
+    if resumable not in ("true", "false"):
+        raise InvalidArgumentError(
+            _RESUMABLE_HEADER, f"is {excerpt(resumable)}; it must be true or false"
+        )
+    call = replace(
+        call,
+        requests=[
+            replace(with_precedence(request, http.headers), resumable=resumable == "true")
+            for request in call.requests
+        ],
+    )
+    last = http.headers.get(LAST_EVENT_ID_HEADER)
+    return call if last is None else _going_on(call, last)
+
+
+def _going_on(call: Call, last_event_id: str) -> Call:
+    request_id, received = parse_event_id(last_event_id)
+    requests = [
+        replace(request, request_id=request_id, resumable=True) for request in call.requests
+    ]
+    call = replace(call, request_id=request_id, requests=requests, received=received)
+    if not call.can_go_on:
+        raise InvalidArgumentError(
+            LAST_EVENT_ID_HEADER,
+            "is set; the body must ask for a stream of one prompt, without prompt_logprobs, as the"
+            " one did that broke",
+        )
+    return call
+
+
+def _check_request_id(request_id: str) -> str:
+    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
+        raise InvalidArgumentError(
+            REQUEST_ID_HEADER,
+            f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",
+        )
+    return request_id
+
+
+async def _read_body(request: web.Request, schema: type[B], max_bytes: int) -> B:
+    """The call's body; raises QuireError."""
+    value = parse_json(await _read_bytes(request, max_bytes))
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise error_from_validation(error) from error
+
+
+async def _read_bytes(request: web.Request, max_bytes: int) -> bytes:
+    declared = request.content_length
+    if declared is not None and declared > max_bytes:
+        raise BodyTooLargeError(f"body is {declared} bytes; it must be at most {max_bytes}")
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > max_bytes:
+                raise BodyTooLargeError(f"body exceeds {max_bytes} bytes")
+    except web.RequestPayloadError as error:
+        raise InvalidArgumentError("body", f"cannot be read: {error}") from error
+    return bytes(body)
+
+
+def _json_response(value: object) -> web.Response:
+    return web.Response(body=json_bytes(value), content_type="application/json")

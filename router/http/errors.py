@@ -1,0 +1,159 @@
+"""Errors in OpenAI's shape: the JSON, the HTTP status and the headers of a refusal."""
+
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+
+import structlog
+from aiohttp import web
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from router.domain import FinishReason, OutputFinished
+from router.http.json_text import excerpt, json_bytes
+from rpc.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+log = structlog.get_logger()
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+_STATUS_TO_TYPE = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+_STATUS_TO_CODE = {
+    401: "invalid_api_key",
+    404: "not_found",
+    409: "already_exists",
+    413: "body_too_large",
+    429: "rate_limit_exceeded",
+}
+"""OpenAI's codes are words, and absent where the message says it all: strict clients parse them."""
+
+_FAILURES: tuple[type[QuireError], ...] = (
+    DeadlineExceededError,
+    NotFoundError,
+    TooBusyError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+_CODE_TO_FAILURE = {failure.code.value[0]: failure for failure in _FAILURES}
+
+
+class BodyTooLargeError(QuireError):
+    """The body exceeds what the face reads."""
+
+    http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+class UnsupportedMediaTypeError(QuireError):
+    """The body is not said to be what the face reads."""
+
+    http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+
+
+class MethodNotAllowedError(QuireError):
+    """The path exists, for another method."""
+
+    http_status = HTTPStatus.METHOD_NOT_ALLOWED
+
+
+def error_json(error: QuireError) -> dict[str, object]:
+    """The body that tells a client of an error; also an event of a stream that breaks."""
+    status = error.http_status
+    is_clients_fault = status < HTTPStatus.INTERNAL_SERVER_ERROR
+    default_type = "invalid_request_error" if is_clients_fault else "server_error"
+    return {
+        "error": {
+            "message": str(error),
+            "type": _STATUS_TO_TYPE.get(status, default_type),
+            "param": error.field if isinstance(error, InvalidArgumentError) else None,
+            "code": _STATUS_TO_CODE.get(status),
+        }
+    }
+
+
+def error_response(error: QuireError) -> web.Response:
+    """The response that refuses a request."""
+    response = web.Response(
+        status=error.http_status,
+        body=json_bytes(error_json(error)),
+        content_type="application/json",
+    )
+    if isinstance(error, TooBusyError):
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole
+    return response
+
+
+def failure_response(error: Exception, **where: str) -> web.Response:
+    """The response to what a handler raised; a bug is logged, and the client is told no more."""
+    if isinstance(error, QuireError):
+        return error_response(error)
+    log.error("request_failed", exc_info=error, **where)
+    return error_response(QuireError("internal error"))
+
+
+def error_from_validation(error: ValidationError) -> InvalidArgumentError:
+    """The first thing wrong with a body: its field, its value, and what it must be."""
+    detail = error.errors(include_url=False, include_context=False)[0]
+    field = _field_path(detail["loc"]) or "body"
+    return InvalidArgumentError(field, _problem(detail))
+
+
+def error_in_words_of(
+    field_to_json: Mapping[str, str], error: InvalidArgumentError
+) -> InvalidArgumentError:
+    """The error with its field named as the client's JSON has it.
+
+    The domain speaks of `sampling.max_tokens` and of `prompt`, which a chat's client never sent.
+    """
+    problem = str(error).removeprefix(f"{error.field} ")
+    name, bracket, index = error.field.removeprefix("sampling.").partition("[")
+    return InvalidArgumentError(field_to_json.get(name, name) + bracket + index, problem)
+
+
+def _problem(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return "is missing"
+    value = excerpt(detail["input"])
+    if detail["type"] == "extra_forbidden":
+        return f"is {value}; there is no such field"
+    if detail["type"] in ("model_type", "dict_type"):
+        return f"is {value}; it must be an object"
+    expected = detail["msg"].replace("Input should be", "it must be")
+    return f"is {value}; {expected[:1].lower()}{expected[1:]}"
+
+
+def _field_path(location: Sequence[str | int]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def error_from_finished(finished: OutputFinished) -> QuireError | None:
+    """What to tell of an output that did not end well; None if it did."""
+    match finished.reason:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError("the request's deadline passed before it was complete")
+        case FinishReason.CANCELLED:
+            return UnavailableError("the service cancelled the request before it was complete")
+        case FinishReason.ERROR:
+            if finished.error is None:
+                return QuireError("the request failed")
+            failure = _CODE_TO_FAILURE.get(finished.error.code, QuireError)
+            return failure(finished.error.message)

@@ -1,0 +1,50 @@
+"""Loading and unloading LoRA adapters by HTTP, as vLLM has it."""
+
+from types import MappingProxyType
+
+from router.http.errors import error_in_words_of
+from router.http.json_object import Schema
+from router.operations.adapters import Adapters
+from rpc.errors import InvalidArgumentError
+
+_FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
+
+
+class LoadAdapterBody(Schema):
+    """POST /v1/load_lora_adapter."""
+
+    unimplemented = MappingProxyType({"load_inplace": (False,), "is_3d_lora_weight": (False,)})
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Schema):
+    """POST /v1/unload_lora_adapter."""
+
+    unimplemented = MappingProxyType({"lora_int_id": ()})
+
+    lora_name: str
+
+
+async def load_adapter(adapters: Adapters, body: LoadAdapterBody, remote: str | None) -> str:
+    """Says that it is there; raises QuireError. `remote` is the address that calls."""
+    try:
+        loaded = await adapters.load(body.lora_name, body.lora_path, _peer(remote))
+    except InvalidArgumentError as error:
+        raise error_in_words_of(_FIELD_TO_JSON, error) from error
+    done = "was there already" if loaded.was_there else "added successfully"
+    return f"Success: LoRA adapter {body.lora_name!r} {done}."
+
+
+async def unload_adapter(adapters: Adapters, body: UnloadAdapterBody, remote: str | None) -> str:
+    """Says that it is gone, when it is; raises QuireError."""
+    await adapters.unload(body.lora_name, _peer(remote))
+    return f"Success: LoRA adapter {body.lora_name!r} removed successfully."
+
+
+def _peer(remote: str | None) -> str:
+    """An address as gRPC writes it."""
+    if remote is None:
+        return "unknown"
+    return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

@@ -1,0 +1,114 @@
+"""POST /v1/completions: the body, and the call that it asks for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import PlainValidator
+
+from router.http.json_text import excerpt
+from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
+from router.http.responses.answer import Call
+from router.http.responses.objects import CompletionShape, Echo
+from router.request.inference import Inference
+from rpc.errors import InvalidArgumentError
+
+MAX_PROMPTS = 1024
+"""Most prompts of one call."""
+
+
+def _parse_prompts(value: object) -> tuple[Prompt, ...]:
+    """The prompts of any of the four shapes: a text, texts, token ids, or lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError(
+            "prompt", f"is {excerpt(value)}; it must be a text, token ids, or a list of either"
+        )
+    if type(value[0]) is int:
+        return (_parse_token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidArgumentError(
+            "prompt", f"holds {len(value)} prompts; one call takes at most {MAX_PROMPTS}"
+        )
+    if isinstance(value[0], list):
+        return tuple(_parse_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value))
+    for i, item in enumerate(value):
+        if not isinstance(item, str):
+            raise InvalidArgumentError(f"prompt[{i}]", f"is {excerpt(item)}; it must be a text")
+    return tuple(value)
+
+
+def _parse_token_ids(value: object, field: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be a list of token ids")
+    if not set(map(type, value)) <= {int}:  # the fast way to say yes to a long list
+        i, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
+        raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a token id")
+    return tuple(value)
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    unimplemented = MappingProxyType(
+        {
+            **UNIMPLEMENTED,
+            "suffix": (),
+        }
+    )
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
+    max_tokens: int = 16
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    echo: bool = False
+    prompt_logprobs: int | None = None
+
+
+def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
+    """The call that a body asks for; raises QuireError."""
+    body.check()
+    prompt_logprobs = body.prompt_logprobs
+    if prompt_logprobs is None and body.echo:
+        prompt_logprobs = body.logprobs
+    sampling = replace(
+        body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs),
+        prompt_logprobs=prompt_logprobs,
+    )
+    prompts: list[Sequence[int]] = []
+
+    def prompt(index: int) -> Echo:
+        given, token_ids = body.prompt[index // body.n], prompts[index // body.n]
+        if isinstance(given, str):
+            return Echo(given, token_ids)
+        pieces = (inference.text.token_bytes(token_id) for token_id in token_ids)
+        return Echo(b"".join(pieces).decode(errors="replace"), token_ids)
+
+    is_one = len(body.prompt) == 1
+    requests = [
+        body.to_request(
+            prompt,
+            request_id=request_id if is_one else f"{request_id}-{i}",
+            sampling=sampling,
+            add_special_tokens=body.add_special_tokens,
+        )
+        for i, prompt in enumerate(body.prompt)
+    ]
+    return Call(
+        request_id=request_id,
+        requests=requests,
+        n=body.n,
+        shape=CompletionShape(
+            inference.text.token_text,
+            has_logprobs=body.logprobs is not None,
+            prompt=prompt,
+            echo=body.echo,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+        ),
+        prompts=prompts,
+        stream=body.stream,
+        usage_in_stream=body.usage_in_stream,
+        field_to_json={**body.beam_field_to_json, **body.structured_field_to_json},
+    )

@@ -1,0 +1,127 @@
+"""The messages of a chat: their JSON, and what a chat template sees of them."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from router.http.json_object import Schema
+from router.http.json_text import excerpt, parse_json
+from rpc.errors import InvalidArgumentError
+
+_TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class TextPart(Schema):
+    """One piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Schema):
+    """A function with the arguments that a model called it with: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Schema):
+    """A call that a model made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Schema):
+    """One message of a chat."""
+
+    unimplemented = MappingProxyType(
+        {
+            "function_call": (),
+            "audio": (),
+            "refusal": (),
+            "annotations": ([],),
+        }
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    name: str = ""
+    tool_calls: Annotated[list[ToolCall], Field(default_factory=list)]
+    """What the assistant called."""
+    tool_call_id: str = ""
+    """Which call a tool's content is the result of."""
+
+    def check(self, field: str) -> None:
+        """Check what concerns several fields; raises InvalidArgumentError."""
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidArgumentError(
+                f"{field}.tool_calls", f'is set; with role "{self.role}" it must not be'
+            )
+        if (self.tool_call_id != "") != (self.role == "tool"):
+            raise InvalidArgumentError(
+                f"{field}.tool_call_id",
+                f"is {excerpt(self.tool_call_id)}; it must be set with role "
+                f'"tool" and only with it; role is "{self.role}"',
+            )
+        if self.content is None and not self.tool_calls:
+            raise InvalidArgumentError(f"{field}.content", "is missing")
+        for i, call in enumerate(self.tool_calls):
+            _check_arguments(call.function.arguments, f"{field}.tool_calls[{i}].function.arguments")
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template sees: a call's arguments as an object, as templates expect them."""
+        message: dict[str, Any] = {
+            # OpenAI's newer word for the same; templates know the older.
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "\n".join(part.text for part in self.content or ()),
+        }
+        if self.name:
+            message["name"] = self.name
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": parse_json(call.function.arguments.encode()),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Check what the types leave open; raises InvalidArgumentError."""
+    for i, message in enumerate(messages):
+        message.check(f"messages[{i}]")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Check that none is of a name with a meaning of its own; raises InvalidArgumentError."""
+    if taken := kwargs.keys() & _TEMPLATE_NAMES:
+        raise InvalidArgumentError(
+            "chat_template_kwargs", f"has the key {min(taken)}, which the service itself sets"
+        )
+
+
+def _check_arguments(arguments: str, field: str) -> None:
+    try:
+        value = parse_json(arguments.encode())
+    except InvalidArgumentError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(
+            field, f"is {excerpt(arguments)}; it must be the text of a JSON object"
+        )

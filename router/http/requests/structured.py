@@ -1,0 +1,116 @@
+"""The fields by which OpenAI's and vLLM's clients say what form an output must have."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from router.domain import StructuredForm, StructuredOutput
+from router.http.json_object import Schema
+from rpc.errors import InvalidArgumentError
+
+JsonSchema = dict[str, Any] | bool
+"""A JSON schema, as a JSON value."""
+
+
+class NamedSchema(Schema):
+    """A JSON schema with what OpenAI has beside it; only the schema has an effect."""
+
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    strict: bool = True
+    """Every schema is followed strictly."""
+
+
+class ResponseFormat(Schema):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def forms(self) -> list[StructuredOutput]:
+        """None for text, else one; raises InvalidArgumentError if the schema is missing."""
+        match self.type:
+            case "text":
+                return []
+            case "json_object":
+                return [StructuredOutput(StructuredForm.JSON_OBJECT)]
+        if self.json_schema is None:
+            raise InvalidArgumentError(
+                "response_format.json_schema", 'is not set; with the type "json_schema" it must be'
+            )
+        return [_json_schema(self.json_schema.schema_)]
+
+
+class StructuredOutputs(Schema):
+    """vLLM's `structured_outputs`."""
+
+    json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def forms(self) -> list[StructuredOutput]:
+        """What is set."""
+        forms = []
+        if self.json_ is not None:
+            forms.append(_json_schema(self.json_))
+        if self.json_object:
+            forms.append(StructuredOutput(StructuredForm.JSON_OBJECT))
+        if self.regex is not None:
+            forms.append(StructuredOutput(StructuredForm.REGEX, (self.regex,)))
+        if self.choice is not None:
+            forms.append(StructuredOutput(StructuredForm.CHOICE, tuple(self.choice)))
+        if self.grammar is not None:
+            forms.append(StructuredOutput(StructuredForm.GRAMMAR, (self.grammar,)))
+        return forms
+
+
+class StructuredFields(Schema):
+    """The part of a body that says it, in any of three ways."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """The form; None: any. Raises InvalidArgumentError if there is more than one."""
+        guided = StructuredOutputs.model_construct(
+            json_=self.guided_json,
+            json_object=False,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        forms = guided.forms()
+        for part in (self.response_format, self.structured_outputs):
+            if part is not None:
+                forms += part.forms()
+        if len(forms) > 1:
+            raise InvalidArgumentError(
+                "structured_outputs",
+                f"says {' and '.join(form.form.value for form in forms)}, with response_format and"
+                " the guided_* fields; an output can have one form",
+            )
+        return forms[0] if forms else None
+
+    @property
+    def structured_field_to_json(self) -> Mapping[str, str]:
+        """What the client's JSON calls the fields of a form."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return {"structured.json_schema": "response_format.json_schema.schema"}
+        prefix = "structured_outputs." if self.structured_outputs is not None else "guided_"
+        kinds = {"json_schema": "json", "json_object": "json_object", "regex": "regex"}
+        kinds |= {"choice": "choice", "grammar": "grammar"}
+        return {f"structured.{form}": prefix + name for form, name in kinds.items()}
+
+
+def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return StructuredOutput(StructuredForm.JSON_SCHEMA, (text,))

@@ -1,0 +1,97 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a model makes of a text, and back."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from router.http.errors import error_in_words_of
+from router.http.json_object import Schema
+from router.http.requests.messages import Message, check_messages, check_template_kwargs
+from router.http.requests.tools import MAX_TOOLS, Tool, show_tools
+from router.http.responses.objects import Json
+from router.request.inference import Inference
+from rpc.errors import InvalidArgumentError
+
+
+class TokenizeBody(Schema):
+    """A text, or a chat with what its template takes."""
+
+    unimplemented = MappingProxyType({"chat_template": (), "continue_final_message": (False,)})
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    add_special_tokens: bool | None = None
+    """With a prompt, unset is true; a chat's template writes its own."""
+    return_token_strs: bool = False
+    """Whether to give each token's text, too."""
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+
+    async def token_ids(self, inference: Inference) -> list[int]:
+        """The token ids that `generate` would see; raises QuireError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidArgumentError("prompt", "or messages must be set, and not both")
+        if self.messages is not None:
+            return await self._chat_token_ids(inference, self.messages)
+        for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+            if name in self.model_fields_set:
+                raise InvalidArgumentError(name, "is set; with prompt it must not be")
+        try:
+            return await inference.text.tokenize(
+                self.model,
+                self.prompt or "",
+                add_special_tokens=self.add_special_tokens is not False,
+            )
+        except InvalidArgumentError as error:
+            raise error_in_words_of({"text": "prompt"}, error) from error
+
+    async def _chat_token_ids(self, inference: Inference, messages: list[Message]) -> list[int]:
+        check_messages(messages)
+        check_template_kwargs(self.chat_template_kwargs)
+        if self.add_special_tokens:
+            raise InvalidArgumentError(
+                "add_special_tokens", "is true; with messages it must not be: the template decides"
+            )
+        kwargs: Mapping[str, Any] = self.chat_template_kwargs
+        if self.tools:
+            shown = show_tools(self.tools, inference.text.chat_template(self.model))
+            kwargs = {**kwargs, "tools": shown}
+        return await inference.text.tokenize_chat(
+            self.model,
+            [message.for_template() for message in messages],
+            add_generation_prompt=self.add_generation_prompt,
+            **kwargs,
+        )
+
+
+class DetokenizeBody(Schema):
+    """Token ids."""
+
+    model: str = ""
+    tokens: list[int]
+
+
+async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
+    """The answer to /tokenize; raises QuireError."""
+    token_ids = await body.token_ids(inference)
+    return {
+        "count": len(token_ids),
+        "max_model_len": inference.model.info(body.model).max_model_len,
+        "tokens": token_ids,
+        "token_strs": [inference.text.token_text(token_id) for token_id in token_ids]
+        if body.return_token_strs
+        else None,
+    }
+
+
+async def detokenize(inference: Inference, body: DetokenizeBody) -> Json:
+    """The answer to /detokenize, special tokens by their names; raises QuireError."""
+    try:
+        text = await inference.text.detokenize(body.model, body.tokens, skip_special_tokens=False)
+    except InvalidArgumentError as error:
+        raise error_in_words_of({"token_ids": "tokens"}, error) from error
+    return {"prompt": text}

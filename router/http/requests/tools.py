@@ -1,0 +1,204 @@
+"""The fields by which a chat offers functions and says which of them the model must call."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from router.domain import GenerateRequest, StructuredForm, StructuredOutput
+from router.http.json_object import Schema
+from router.http.json_text import excerpt
+from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
+from router.text.chat_template import ChatTemplate
+from rpc.errors import InvalidArgumentError, UnimplementedError
+
+MAX_TOOLS = 128
+"""Most functions of one chat, as OpenAI has it."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class Function(Schema):
+    """A function that the client can call for the model."""
+
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; None: there are none."""
+    strict: bool = False
+    """Whether a call's arguments must follow it."""
+
+    def schema_of_arguments(self) -> Mapping[str, Any]:
+        """The JSON schema that a forced call's arguments follow."""
+        return self.parameters or _NO_PARAMETERS
+
+
+class Tool(Schema):
+    """What a chat offers: only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template sees: what the client said of it, no more."""
+        said = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": said}
+
+
+class FunctionRef(Schema):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(Schema):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    function: FunctionRef
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How the tools of a chat show: in its prompt, in its outputs' form, in its answers."""
+
+    for_template: list[dict[str, Any]]
+    structured: StructuredOutput | None = None
+    """The form that makes an output a call."""
+    new_reader: Callable[[], CallReader] | None = None
+    """Makes what finds the calls in one output's text; None: it has none."""
+    stop: tuple[str, ...] = ()
+    """What ends an output besides the client's stop strings."""
+
+    @property
+    def field_to_json(self) -> Mapping[str, str]:
+        """What the client's JSON calls the field that a forced call sets."""
+        return {} if self.structured is None else {"structured.json_schema": "tools"}
+
+    def applied_to(self, request: GenerateRequest) -> GenerateRequest:
+        """The request, its outputs such that `new_reader` can read them."""
+        if self.structured is not None:
+            sampling = replace(request.sampling, structured=self.structured)
+            request = replace(request, sampling=sampling)
+        return replace(request, stop=request.stop + self.stop)
+
+
+class ToolFields(Schema):
+    """The part of a chat's body that says it."""
+
+    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    """None: "auto" with tools, "none" without."""
+    parallel_tool_calls: bool = True
+    """Whether an output may have more than one call; one that is forced is always alone."""
+
+    def tool_use(self, template: Callable[[], ChatTemplate]) -> ToolUse | None:
+        """How the tools show; None without tools.
+
+        Raises:
+            InvalidArgumentError: The choice is of a tool that is not offered.
+            UnimplementedError: The model's template has no place for tools, or writes calls in a
+                way that is not known, or a call that is not forced is to be strict.
+        """
+        if not self.tools:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise InvalidArgumentError(
+                    "tool_choice", f"is {excerpt(self._choice_json)}; it needs tools"
+                )
+            return None
+        shown = show_tools(self.tools, template())
+        match self.tool_choice:
+            case "none":
+                return ToolUse(shown)
+            case "auto" | None:
+                self._check_auto(template())
+                return ToolUse(
+                    shown,
+                    new_reader=TaggedCalls,
+                    stop=() if self.parallel_tool_calls else (TaggedCalls.END,),
+                )
+            case "required":
+                return _forced(shown, [tool.function for tool in self.tools])
+            case NamedChoice():
+                return _forced(shown, [self._named(self.tool_choice.function.name)])
+
+    def _check_auto(self, template: ChatTemplate) -> None:
+        if not template.tags_tool_calls:
+            raise UnimplementedError(
+                'tool_choice is "auto"; with this model it must be "none", "required" or name a'
+                " function: its template does not write calls as <tool_call>{json}</tool_call>,"
+                " and no other way is known"
+            )
+        for i, tool in enumerate(self.tools):
+            if tool.function.strict:
+                raise UnimplementedError(
+                    f"tools[{i}].function.strict is true; it is supported only if tool_choice is"
+                    ' "required" or names a function'
+                )
+
+    def _named(self, name: str) -> Function:
+        for tool in self.tools:
+            if tool.function.name == name:
+                return tool.function
+        raise InvalidArgumentError(
+            "tool_choice", f"names the function {excerpt(name)}; tools has none of that name"
+        )
+
+    @property
+    def _choice_json(self) -> object:
+        choice = self.tool_choice
+        return choice.model_dump() if isinstance(choice, NamedChoice) else choice
+
+
+def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, Any]]:
+    """What a template sees of a chat's tools.
+
+    Raises:
+        InvalidArgumentError: Two have the same name.
+        UnimplementedError: The template has no place for tools.
+    """
+    names = [tool.function.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise InvalidArgumentError(
+                f"tools[{i}].function.name", f"is {excerpt(name)}, like that of another"
+            )
+    if not template.takes_tools:
+        raise UnimplementedError(
+            f"tools has {len(tools)} entries; it must be empty or absent: the model's chat template"
+            " has no place for them"
+        )
+    return [tool.for_template() for tool in tools]
+
+
+def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
+    """One call of one of the functions, by the form of the output."""
+    if len(functions) == 1:
+        (function,) = functions
+        schema = function.schema_of_arguments()
+        return ToolUse(shown, _json_schema(schema), lambda: ForcedCall(function.name))
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": function.schema_of_arguments(),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return ToolUse(shown, _json_schema({"anyOf": calls}), ChosenCall)
+
+
+def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
+    return StructuredOutput(StructuredForm.JSON_SCHEMA, (json.dumps(schema),))

@@ -1,0 +1,1 @@
+"""The JSON and server-sent events that answer requests."""

@@ -1,0 +1,268 @@
+"""Answers one call: opens its requests, and streams or collects their events in a shape."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import structlog
+from aiohttp import ClientConnectionResetError, web
+
+from router.domain import (
+    Event,
+    GenerateRequest,
+    OutputDelta,
+    OutputFinished,
+    OutputReceived,
+    PromptScores,
+    ResumeRequest,
+    Usage,
+)
+from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_in_words_of, error_json
+from router.http.json_text import json_bytes
+from router.http.responses.event_ids import StreamPosition
+from router.http.responses.merge import merge
+from router.http.responses.objects import CollectedOutput, Json, Shape, usage_json
+from router.http.responses.sse import SseResponse
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
+
+log = structlog.get_logger()
+
+_STATUS_WITHIN_S = 5.0
+"""How long a stream waits for an event before it says 200; from then on errors are events."""
+
+
+class UsageInStream(Enum):
+    """Where a stream tells what the call cost."""
+
+    NEVER = "never"
+    AT_END = "at_end"
+    ALWAYS = "always"
+    """In every event: as far as it has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a client, ready to be answered: one request per prompt, `n` outputs of each.
+
+    Output j of request i is choice `i * n + j`.
+    """
+
+    request_id: str
+    requests: Sequence[GenerateRequest]
+    n: int
+    shape: Shape
+    stream: bool
+    usage_in_stream: UsageInStream
+    received: Mapping[int, OutputReceived] | None = None
+    """What the client has of each output of the one request; None: it does not go on with any."""
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    """The tokens of each request's prompt, once they are known."""
+    field_to_json: Mapping[str, str] = field(default_factory=dict)
+    """What the client's JSON calls the fields of a request, where it is not the domain's name."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its stream can be gone on with by the id of an event.
+
+        An event's id tells of one request. What a prompt was scored with is not told again.
+        """
+        return (
+            self.stream
+            and len(self.requests) == 1
+            and self.requests[0].resumable
+            and self.requests[0].sampling.prompt_logprobs is None
+        )
+
+
+async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
+    """Answer the call. When this returns, fails or is cancelled, its requests have ended."""
+    try:
+        async with AsyncExitStack() as stack:
+            lives: list[LiveRequest] = []
+            for request in call.requests:
+                live = await stack.enter_async_context(await _open(inference, call, request))
+                lives.append(live)
+                call.prompts.append(live.prompt_token_ids)
+                if call.received is not None:
+                    _catch_up(call, request, live)
+            events = await stack.enter_async_context(aclosing(merge(lives)))
+            if call.stream:
+                return await _stream(http, call, lives[0], events)
+            return await _collect(call, lives[0], events)
+    except InvalidArgumentError as error:
+        raise error_in_words_of(call.field_to_json, error) from error
+
+
+async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
+    """Begin a request, or go on with it where its client is."""
+    if call.received is None:
+        return await inference.generate(request)
+    return await inference.resume(
+        ResumeRequest(
+            request.request_id,
+            request.tenant,
+            call.received,
+            has_prompt_scores=False,
+            deadline=request.deadline,
+        )
+    )
+
+
+def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
+    """Bring the shape to where the lost one was: it knows what it has held back of a tool's call.
+
+    Raises `FailedPreconditionError` if it cannot be brought there.
+    """
+    for output in live.outputs:
+        if (skipped := output.skipped) is None:
+            continue
+        if request.sampling.logprobs is not None and len(skipped.logprobs) < len(skipped.token_ids):
+            raise FailedPreconditionError("log-probabilities of this stream were lost")
+        call.shape.delta(output.index, skipped)
+
+
+async def _collect(
+    call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
+) -> web.Response:
+    outputs = [CollectedOutput() for _ in range(call.n * len(call.requests))]
+    usages: list[Usage] = []
+    async for i, event in events:
+        match event:
+            case OutputDelta():
+                outputs[i * call.n + event.output_index].add(event)
+            case OutputFinished():
+                if error := error_from_finished(event):
+                    raise error
+                outputs[i * call.n + event.output_index].finished = event
+            case PromptScores():
+                for index in range(i * call.n, (i + 1) * call.n):
+                    call.shape.score(index, event)
+            case Usage():
+                usages.append(event)
+    choices = []
+    for index, output in enumerate(outputs):
+        assert output.finished is not None, "a request ended without finishing each output"
+        choices.append(call.shape.whole(index, output, output.finished))
+    body = _head(call, live, call.shape.object_name)
+    body |= {"choices": choices, "usage": usage_json(usages)}
+    return web.Response(
+        body=json_bytes(body),
+        content_type="application/json",
+        headers={REQUEST_ID_HEADER: call.request_id},
+    )
+
+
+async def _stream(
+    http: web.Request, call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
+) -> web.StreamResponse:
+    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
+    async with _first_of(events) as first:
+        # What is refused is refused soon, and a status says so. After that silence is worse, since
+        # a proxy may take a prompt that is long in computing for a service that hangs.
+        await asyncio.wait([first], timeout=_STATUS_WITHIN_S)
+        if first.done():
+            first.result()
+        await sse.start()
+        return await _stream_started(sse, call, live, first, events)
+
+
+@asynccontextmanager
+async def _first_of(
+    events: AsyncIterator[tuple[int, Event]],
+) -> AsyncIterator[asyncio.Future[tuple[int, Event]]]:
+    """Give the first event as it comes; whoever leaves before has ended the wait for it."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        yield first
+    finally:
+        if first.cancel():
+            await asyncio.wait([first])
+        elif not first.cancelled():
+            first.exception()  # nobody else may have asked
+
+
+async def _stream_started(
+    sse: SseResponse,
+    call: Call,
+    live: LiveRequest,
+    first: asyncio.Future[tuple[int, Event]],
+    events: AsyncIterator[tuple[int, Event]],
+) -> web.StreamResponse:
+    try:
+        with sse.beating():
+            await _send_events(sse, call, live, await first, events)
+        await sse.send_done()
+    # No [DONE] after an error: that would say that the answer is complete.
+    except InvalidArgumentError as error:
+        await sse.send(error_json(error_in_words_of(call.field_to_json, error)))
+    except QuireError as error:
+        await sse.send(error_json(error))
+    except ClientConnectionResetError:
+        raise  # the client is gone
+    except Exception:
+        log.exception("stream_failed", request_id=call.request_id)
+        await sse.send(error_json(QuireError("internal error")))
+    await sse.end()
+    return sse.response
+
+
+async def _send_events(
+    sse: SseResponse,
+    call: Call,
+    live: LiveRequest,
+    first: tuple[int, Event],
+    events: AsyncIterator[tuple[int, Event]],
+) -> None:
+    head = _head(call, live, call.shape.chunk_object_name)
+    usages: list[Usage] = []
+    position = StreamPosition(live.request_id, call.received or {})
+    has_ids = call.can_go_on
+    num_tokens = position.num_tokens
+
+    def usage_so_far() -> Json:
+        match call.usage_in_stream:
+            case UsageInStream.NEVER:
+                return {}
+            case UsageInStream.AT_END:
+                return {"usage": None}
+        num_prompt_tokens = sum(map(len, call.prompts))
+        return {"usage": usage_json([Usage(num_prompt_tokens, num_tokens, cached_tokens=0)])}
+
+    async def send(i: int, event: Event) -> None:
+        nonlocal num_tokens
+        if isinstance(event, Usage):
+            usages.append(event)
+            return
+        if isinstance(event, PromptScores):
+            for index in range(i * call.n, (i + 1) * call.n):
+                call.shape.score(index, event)
+            return
+        index = i * call.n + event.output_index
+        if isinstance(event, OutputDelta):
+            num_tokens += len(event.token_ids)
+            choice = call.shape.delta(index, event)
+        elif error := error_from_finished(event):
+            raise error
+        else:
+            choice = call.shape.finish(index, event)
+        event_id = position.advance(event) if has_ids else ""
+        await sse.send({**head, "choices": [choice], **usage_so_far()}, event_id)
+
+    await send(*first)
+    async for i, event in events:
+        await send(i, event)
+    if call.usage_in_stream is not UsageInStream.NEVER:
+        await sse.send({**head, "choices": [], "usage": usage_json(usages)})
+
+
+def _head(call: Call, live: LiveRequest, object_name: str) -> Json:
+    return {
+        "id": call.shape.id_prefix + call.request_id,
+        "object": object_name,
+        "created": int(live.created),
+        "model": live.model,
+    }

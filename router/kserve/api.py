@@ -1,0 +1,210 @@
+"""The servicer of `inference.GRPCInferenceService`, over the domain service."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Final
+
+from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
+from router.access.priority import with_precedence
+from router.domain import OutputDelta, OutputFinished, Usage
+from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
+from router.http.errors import error_in_words_of
+from router.kserve.wire import (
+    FINAL_PARAMETER,
+    Answer,
+    InferCall,
+    answer_to_proto,
+    check_version,
+    empty_response,
+    infer_call_from_proto,
+    model_to_proto,
+)
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+from rpc.errors import InvalidArgumentError, QuireError
+from rpc.grpc_server import Service, service_of
+
+MAX_STREAMED_REQUESTS: Final = 1024
+"""Most requests of one stream in hand; the next one is not read until one of them is answered."""
+
+
+class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers calls; what is raised becomes status in the server's interceptor."""
+
+    def __init__(self, inference: Inference, is_ready: Callable[[], bool]) -> None:
+        self._inference = inference
+        self._is_ready = is_ready
+
+    async def ServerLive(  # noqa: N802
+        self, _request: open_inference_pb2.ServerLiveRequest, _: CallContext
+    ) -> open_inference_pb2.ServerLiveResponse:
+        """Who answers is live."""
+        return open_inference_pb2.ServerLiveResponse(live=True)
+
+    async def ServerReady(  # noqa: N802
+        self, _request: open_inference_pb2.ServerReadyRequest, _: CallContext
+    ) -> open_inference_pb2.ServerReadyResponse:
+        """Says what the process's health says."""
+        return open_inference_pb2.ServerReadyResponse(ready=self._is_ready())
+
+    async def ModelReady(  # noqa: N802
+        self, request: open_inference_pb2.ModelReadyRequest, _: CallContext
+    ) -> open_inference_pb2.ModelReadyResponse:
+        """The only model is ready when the process is."""
+        check_version(request.version)
+        self._inference.model.check_name(request.name)
+        return open_inference_pb2.ModelReadyResponse(ready=self._is_ready())
+
+    async def ServerMetadata(  # noqa: N802
+        self, _request: open_inference_pb2.ServerMetadataRequest, _: CallContext
+    ) -> open_inference_pb2.ServerMetadataResponse:
+        """Names the release."""
+        return open_inference_pb2.ServerMetadataResponse(name="quire", version=version("quire"))
+
+    async def ModelMetadata(  # noqa: N802
+        self, request: open_inference_pb2.ModelMetadataRequest, _: CallContext
+    ) -> open_inference_pb2.ModelMetadataResponse:
+        """Lists the tensors."""
+        check_version(request.version)
+        return model_to_proto(self._inference.model.info(request.name))
+
+    async def ModelInfer(  # noqa: N802
+        self, request: open_inference_pb2.ModelInferRequest, context: CallContext
+    ) -> open_inference_pb2.ModelInferResponse:
+        """Collects the events."""
+        call = self._parse(request, context)
+        if call.stream:
+            raise InvalidArgumentError("stream", "is true; ModelStreamInfer has streams")
+        async with await self._generate(call) as live:
+            return answer_to_proto(call, await _complete(call, live))
+
+    async def ModelStreamInfer(  # noqa: N802
+        self,
+        requests: AsyncIterator[open_inference_pb2.ModelInferRequest],
+        context: CallContext,
+    ) -> None:
+        """Serves every request of the stream at once, each in a task of its own."""
+        room = asyncio.Semaphore(MAX_STREAMED_REQUESTS)
+        writing = asyncio.Lock()  # gRPC takes one message at a time
+
+        async def write(response: open_inference_pb2.ModelStreamInferResponse) -> None:
+            async with writing:
+                await context.write(response)
+
+        async def serve(request: open_inference_pb2.ModelInferRequest) -> None:
+            try:
+                await self._serve_streamed(request, context, write)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            async for request in requests:
+                await room.acquire()
+                tasks.create_task(serve(request))
+
+    async def _serve_streamed(
+        self,
+        request: open_inference_pb2.ModelInferRequest,
+        context: CallContext,
+        write: Callable[[open_inference_pb2.ModelStreamInferResponse], Awaitable[None]],
+    ) -> None:
+        """Writes the responses of one request of a stream; what it fails of is the last."""
+        try:
+            call = self._parse(request, context)
+            async with await self._generate(call) as live:
+                async for answer, final in _answers(call, live):
+                    response = answer_to_proto(call, answer, final=final)
+                    await write(
+                        open_inference_pb2.ModelStreamInferResponse(infer_response=response)
+                    )
+        except QuireError as error:
+            response = empty_response(request.model_name, request.id)
+            response.parameters[FINAL_PARAMETER].bool_param = True
+            await write(
+                open_inference_pb2.ModelStreamInferResponse(
+                    error_message=str(error), infer_response=response
+                )
+            )
+
+    def _parse(
+        self, message: open_inference_pb2.ModelInferRequest, context: CallContext
+    ) -> InferCall:
+        """Takes what the message says, and what the call says beside it."""
+        call = infer_call_from_proto(message)
+        deadline = deadline_of(context)
+        if call.timeout_s is not None:
+            timeout = asyncio.get_running_loop().time() + call.timeout_s
+            deadline = timeout if deadline is None else min(deadline, timeout)
+        request = replace(call.request, model=call.model_name, deadline=deadline)
+        return replace(call, request=with_precedence(request, metadata_of(context)))
+
+    async def _generate(self, call: InferCall) -> LiveRequest:
+        try:
+            return await self._inference.generate(call.request)
+        except InvalidArgumentError as error:
+            raise error_in_words_of({"prompt": "text_input"}, error) from None
+
+
+def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    return service_of(
+        open_inference_pb2,
+        open_inference_pb2_grpc,
+        "GRPCInferenceService",
+        KServeServicer(inference, is_ready),
+    )
+
+
+async def _complete(call: InferCall, live: LiveRequest) -> Answer:
+    """Adds up all answers; raises what an output failed of."""
+    texts = [[call.prefix] for _ in live.outputs]
+    reasons = [""] * len(texts)
+    async for event in live:
+        match event:
+            case OutputDelta():
+                texts[event.output_index].append(event.text)
+            case OutputFinished():
+                reasons[event.output_index] = _reason(event)
+    return Answer(
+        texts=tuple(map("".join, texts)),
+        finish_reasons=tuple(reasons),
+        num_input_tokens=len(live.prompt_token_ids),
+        num_output_tokens=tuple(len(output.token_ids) for output in live.outputs),
+    )
+
+
+async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[Answer, bool]]:
+    """Yields what is told in a stream, and whether it is the last.
+
+    Each delta is an answer in which the other outputs have no text; the end of the request is one
+    without text, so that no delta waits to see whether it was the last.
+    """
+    if not call.stream:
+        yield await _complete(call, live), True
+        return
+    nothing = Answer(
+        texts=("",) * len(live.outputs),
+        finish_reasons=("",) * len(live.outputs),
+        num_input_tokens=len(live.prompt_token_ids),
+        num_output_tokens=(0,) * len(live.outputs),
+    )
+    reasons = [""] * len(live.outputs)
+    async for event in live:
+        match event:
+            case OutputDelta():
+                texts, counts = list(nothing.texts), list(nothing.num_output_tokens)
+                texts[event.output_index] = event.text
+                counts[event.output_index] = len(event.token_ids)
+                yield replace(nothing, texts=tuple(texts), num_output_tokens=tuple(counts)), False
+            case OutputFinished():
+                reasons[event.output_index] = _reason(event)
+            case Usage():
+                yield replace(nothing, finish_reasons=tuple(reasons)), True
+
+
+def _reason(finished: OutputFinished) -> str:
+    if (failure := failure_of(finished)) is not None:
+        raise failure
+    return finished.reason.value

@@ -1,0 +1,89 @@
+"""Which requests the router has taken: each id once, so many at most, none while it drains."""
+
+import asyncio
+
+from opentelemetry.trace import Span, SpanKind
+
+from router import metrics
+from router.request import span as request_span
+from router.request.live import LiveRequest
+from rpc.errors import AlreadyExistsError, TooBusyError, UnavailableError
+from rpc.observe import telemetry
+
+_LAST_BYTES_S = 0.2
+"""For clients to read what is on the wire: a socket that closes may take it along."""
+
+
+class Intake:
+    """The live requests, by tenant and id: from being taken to being read, or left."""
+
+    def __init__(self, max_live_requests: int) -> None:
+        self._max_live_requests = max_live_requests
+        self._spans: dict[tuple[str, str], Span] = {}
+        self._lives: dict[tuple[str, str], LiveRequest] = {}
+        """Those of them that have been submitted."""
+        self._is_draining = False
+        self._drained = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many requests there are."""
+        return len(self._spans)
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        """Whether there is a request of this tenant and id."""
+        return key in self._spans
+
+    @property
+    def lives(self) -> tuple[LiveRequest, ...]:
+        """Those that have been submitted."""
+        return tuple(self._lives.values())
+
+    def find(self, tenant: str, request_id: str) -> LiveRequest | None:
+        """The request of this tenant and id, if it has been submitted."""
+        return self._lives.get((tenant, request_id))
+
+    def take(self, tenant: str, request_id: str) -> Span:
+        """Takes a request, and gives the span that lasts until it is released.
+
+        Raises `UnavailableError` in a drain; `AlreadyExistsError` if there is one of this tenant
+        and id; `TooBusyError` beyond `max_live_requests`.
+        """
+        if self._is_draining:
+            raise UnavailableError("the router is draining; another one takes requests")
+        if (tenant, request_id) in self._spans:
+            raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
+        if len(self._spans) >= self._max_live_requests:
+            raise TooBusyError(
+                f"{len(self._spans)} requests are live; at most {self._max_live_requests} may be"
+            )
+        span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
+        self._spans[tenant, request_id] = span
+        metrics.NUM_REQUESTS_LIVE.inc()
+        return span
+
+    def add(self, live: LiveRequest) -> None:
+        """Adds what became of a request that was taken."""
+        self._lives[live.record.tenant, live.request_id] = live
+
+    def close(self, live: LiveRequest) -> None:
+        """Releases a request that has been read, or left, and says in its span how it went."""
+        tenant = live.record.tenant
+        span = self._spans[tenant, live.request_id]
+        if span.is_recording():
+            span.set_attributes(request_span.closed(live))
+        self.release(tenant, live.request_id)
+
+    def release(self, tenant: str, request_id: str) -> None:
+        """Forgets a request that was taken."""
+        self._spans.pop((tenant, request_id)).end()
+        self._lives.pop((tenant, request_id), None)
+        metrics.NUM_REQUESTS_LIVE.dec()
+        if self._is_draining and not self._spans:
+            self._drained.set()
+
+    async def drain(self) -> None:
+        """Takes no more requests; returns when the live ones have been read to their end."""
+        self._is_draining = True
+        if self._spans:
+            await self._drained.wait()
+            await asyncio.sleep(_LAST_BYTES_S)

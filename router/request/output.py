@@ -1,0 +1,131 @@
+"""One output of a live request: its tokens, its text, and what its reader has not taken yet."""
+
+from array import array
+from collections.abc import Container
+
+from router.domain import (
+    FinishReason,
+    OutputDelta,
+    OutputFinished,
+    OutputReceived,
+    TokenLogprob,
+)
+from router.request.stop_strings import StopMatcher
+from router.text.detokenizer import Detokenizer
+from rpc.errors import FailedPreconditionError, InvalidArgumentError
+
+
+class LiveOutput:
+    """Turns the tokens of one sequence into deltas and, at last, one end.
+
+    Text is made when a token arrives, not when the reader comes for it: a stop string must end the
+    sequence even if nobody reads, and a look-up and an incremental decode (measured: under a
+    microsecond per token) cost less than remembering to do them later.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stop_matcher: StopMatcher,
+        end_token_ids: Container[int],
+    ) -> None:
+        """`end_token_ids` are those that end the sequence, whose text is therefore not shown."""
+        self.index = index
+        self.token_ids = array("i")
+        """All tokens produced, int32: the replay record's part of this output."""
+        self.finished: OutputFinished | None = None
+        """How it ended; once set, nothing may be pushed."""
+        self.first_token_at: float | None = None
+        """When the first token came, unless that was before the request was resumed."""
+        self.last_token_at: float | None = None
+        """When the newest token came, on the event loop's clock; for the metrics."""
+        self._detokenizer = detokenizer
+        self._stop_matcher = stop_matcher
+        self._end_token_ids = end_token_ids
+        self._num_tokens_taken = 0
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._end_taken = False
+        self.skipped: OutputDelta | None = None
+        """What `skip` has left out; log-probabilities only as far as they are known."""
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Adds the next token; ends the output if a stop string is complete with it."""
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        if token_id in self._end_token_ids:
+            return
+        if text := self._stop_matcher.push(self._detokenizer.push(token_id)):
+            self._text.append(text)
+        if self._stop_matcher.found is not None:
+            self.finished = OutputFinished(
+                self.index, FinishReason.STOP, stop_string=self._stop_matcher.found
+            )
+
+    def finish(self, finished: OutputFinished) -> None:
+        """Ends the output; text that was held back is now certain."""
+        self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
+        self.finished = finished
+
+    def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
+        """Leaves out what the reader has, of all that was pushed; nothing may be taken before.
+
+        Raises `InvalidArgumentError` if it has more than there is, `FailedPreconditionError` if it
+        lacks log-probabilities that came without being kept.
+        """
+        field = f"received[{self.index}]"
+        text = "".join(self._text).encode()
+        for name, value, limit in (
+            ("num_tokens", received.num_tokens, len(self.token_ids)),
+            ("num_text_bytes", received.num_text_bytes, len(text)),
+            ("finished", int(received.finished), int(self.finished is not None)),
+        ):
+            if value > limit:
+                raise InvalidArgumentError(f"{field}.{name}", f"is {value}; there are {limit}")
+        num_lost = len(self.token_ids) - len(self._logprobs) if wants_logprobs else 0
+        if wants_logprobs and received.num_tokens < num_lost:
+            raise FailedPreconditionError(
+                f"{field}.num_tokens is {received.num_tokens}; the log-probabilities of the"
+                f" first {num_lost} tokens were lost with a scheduler"
+            )
+        num_logprobs = received.num_tokens - num_lost if wants_logprobs else 0
+        skipped, self._logprobs = self._logprobs[:num_logprobs], self._logprobs[num_logprobs:]
+        try:
+            self._text = [text[received.num_text_bytes :].decode()]
+        except UnicodeDecodeError:
+            raise InvalidArgumentError(
+                f"{field}.num_text_bytes", f"is {received.num_text_bytes}, within a character"
+            ) from None
+        if received.num_tokens or received.num_text_bytes:
+            self.skipped = OutputDelta(
+                output_index=self.index,
+                token_offset=0,
+                token_ids=tuple(self.token_ids[: received.num_tokens]),
+                text=text[: received.num_text_bytes].decode(),
+                logprobs=tuple(skipped),
+            )
+        self._num_tokens_taken = received.num_tokens
+        self._end_taken = received.finished
+
+    def take(self) -> OutputDelta | OutputFinished | None:
+        """Hands over what is new: one delta of everything, then the end, then None."""
+        offset = self._num_tokens_taken
+        text = "".join(self._text)
+        if text or offset < len(self.token_ids):
+            delta = OutputDelta(
+                output_index=self.index,
+                token_offset=offset,
+                token_ids=tuple(self.token_ids[offset:]),
+                text=text,
+                logprobs=tuple(self._logprobs),
+            )
+            self._num_tokens_taken = len(self.token_ids)
+            self._text.clear()
+            self._logprobs.clear()
+            return delta
+        if self.finished is not None and not self._end_taken:
+            self._end_taken = True
+            return self.finished
+        return None

@@ -1,0 +1,1 @@
+"""The schedulers that a router sends requests to."""

@@ -1,0 +1,393 @@
+"""The router's one stream to one scheduler: submits, cancels, and hands out the news.
+
+The stream may break and the scheduler be replaced; live requests do not notice. When there is a
+scheduler again, each is submitted again from its replay record with the tokens it has, and goes on.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from router.request.live import LiveRequest
+from router.schedulers.live_table import LiveTable
+from router.schedulers.messages import News, Refusal, Resumption, SchedulerModel, StepNews, Welcome
+from router.schedulers.outbox import Outbox
+from router.schedulers.questions import SchedulerQuestions
+from router.schedulers.resuming import ResumingCalls, StartResumed
+from router.schedulers.wire import news_from_proto
+from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
+from rpc.observe import timeline
+from rpc.peers.channel import open_channel
+from rpc.peers.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Silence
+from rpc.security.tls import ClientTls, explain
+
+_MIN_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_LISTEN_TIMEOUT_S = 5.0
+
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
+
+log = structlog.get_logger()
+
+
+class MisfitError(QuireError):
+    """The scheduler's model is not one that this router serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """What the links to all schedulers have in common."""
+
+    router_id: str
+    max_message_mb: int
+    tls: ClientTls | None = None
+    """None: in the clear."""
+
+
+class LinkOwner(Protocol):
+    """Who is told of a link. Called from the link's task; nothing may wait."""
+
+    async def prepare(self, model: SchedulerModel) -> None:
+        """Reads what it takes to serve a model, which is looked at next; raises MisfitError.
+
+        This alone may wait.
+        """
+
+    def check_fit(self, link: "SchedulerLink", model: SchedulerModel) -> None:
+        """Looks at a scheduler's model before it is used; raises MisfitError."""
+
+    def connected(self, link: "SchedulerLink") -> None:
+        """Learns that the link has a scheduler, which knows what is live on it."""
+
+    def changed(self, link: "SchedulerLink") -> None:
+        """Learns that the link has no scheduler, or still none, and why; or whether it hangs."""
+
+    def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
+        """Learns that a request is not taken; whether another link has it now."""
+
+    def model_changed(self) -> None:
+        """Learns that a link's model takes requests of other lengths or adapters than before."""
+
+
+class SchedulerLink:
+    """Owns the stream to one scheduler and the table of what is live there.
+
+    `run` reads the stream and never waits for a request's reader; `submit` and `cancel` never wait
+    at all: what they have to say is queued, see `Outbox`.
+    """
+
+    def __init__(self, target: str, config: LinkConfig, owner: LinkOwner) -> None:
+        """Talks to `target` once `run` runs."""
+        self.target = target
+        self.model: SchedulerModel | None = None
+        """That of the scheduler that was met last."""
+        self.resume_grace_s = 0.0
+        """For how long the scheduler that was met last keeps what may be resumed."""
+        self.status = f"waiting for the scheduler at {target}"
+        """What is missing, while there is no scheduler."""
+        self.is_starting = True
+        """Whether that is no more than a beginning."""
+        self.hang: str | None = None
+        """How the scheduler that is connected hangs; None: it does not."""
+        self.away_since: float | None = asyncio.get_running_loop().time()
+        """Since when, on the loop's clock, there has been no scheduler; None: there is one."""
+        self.table = LiveTable()
+        """The sequences that the scheduler works on, or will as soon as there is one."""
+        self.room: int | None = None
+        """Sequences that its queues will take, as far as is known; None: they need no counting."""
+        self.is_unloaded = False
+        """Whether what is submitted there waits until a model is loaded."""
+        self._config = config
+        self._owner = owner
+        self._misfit: MisfitError | None = None
+        self._resuming = ResumingCalls()
+        self._outbox: Outbox | None = None
+        """What the scheduler must be told; None while there is no scheduler."""
+        self._questions: SchedulerQuestions | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a scheduler."""
+        return self._outbox is not None
+
+    @property
+    def questions(self) -> SchedulerQuestions:
+        """Who answers for the scheduler; raises UnavailableError while there is none."""
+        if self._outbox is None or self._questions is None:
+            raise UnavailableError(self.status)
+        return self._questions
+
+    @property
+    def misfit(self) -> MisfitError | None:
+        """Why the model of the scheduler that was met last is not served."""
+        return self._misfit
+
+    # --- for requests ---------------------------------------------------------------------------
+
+    def submit(self, live: LiveRequest) -> None:
+        """Submits a request; as soon as there is a scheduler, if there is none."""
+        self.table.add(live)
+        if self._outbox is not None:
+            if self.room is not None and not live.num_submits:
+                self.room = max(0, self.room - len(live.outputs))
+            live.num_submits += 1
+            self._outbox.submit(live)
+
+    def cancel(self, seq_keys: Sequence[int]) -> None:
+        """Ends what is live of one request; nothing more is heard of it."""
+        key_to_live = self.table.take(seq_keys)
+        # Without a scheduler there is nobody to tell: it will not be submitted again.
+        if not key_to_live or self._outbox is None:
+            return
+        live = next(iter(key_to_live.values()))
+        if not self._outbox.drop(live):
+            self._outbox.cancel(list(key_to_live))
+
+    def leave(self, live: LiveRequest) -> None:
+        """Leaves a request to the scheduler, until its client resumes it through some router."""
+        self.table.discard(live)
+        # Without a scheduler, or if it was never told, there is nobody to keep it.
+        if self._outbox is not None and not self._outbox.drop(live):
+            self._outbox.leave(live.live_seq_keys)
+
+    async def resume(
+        self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
+    ) -> LiveRequest:
+        """See `Schedulers`; `first_seq_key` and those after it are fresh."""
+        if self._outbox is None:
+            raise UnavailableError(self.status)
+        self._outbox.resume(request_id, tenant, first_seq_key)
+        return await self._resuming.wait(first_seq_key, start)
+
+    # --- the stream -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps the stream, through as many schedulers as it takes, until cancelled.
+
+        Raises whatever breaks it, which is a bug.
+        """
+        try:
+            await self._keep_stream()
+        finally:
+            self._outbox = None
+
+    async def _keep_stream(self) -> None:
+        backoff_s = _MIN_BACKOFF_S
+        config = self._config
+        while True:
+            try:
+                # A channel each time: it would keep its connection to a scheduler that hangs, and
+                # not look at the next address.
+                async with open_channel(self.target, config.max_message_mb, config.tls) as channel:
+                    await self._converse(channel)
+                reason = "the scheduler ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {explain(error.details() or '')}"
+                if self._misfit is not None:  # that scheduler is gone: so is what it said
+                    self._misfit = None
+                    self._wait(f"waiting for the scheduler at {self.target}")
+            except TimeoutError:
+                reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+                if self._outbox is None:
+                    self._wait(f"the scheduler at {self.target} hangs: {reason}", is_starting=False)
+            except MisfitError as error:
+                reason = str(error)
+            except QuireError as error:
+                reason = f"the scheduler does not keep to the contract: {error}"
+            if self._outbox is not None:  # there was a scheduler: the next may be soon
+                backoff_s = _MIN_BACKOFF_S
+            self._lose(reason)
+            # Jitter: many routers lose one scheduler at the same moment.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._questions = SchedulerQuestions(channel)
+        call = stub.Connect()
+        silence = Silence()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.timeout(None) as limit:
+                tasks.append(asyncio.create_task(self._watch(silence, limit)))
+                asker = asyncio.create_task(_listen(stub, silence))
+                tasks.append(asker)
+                hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
+                await call.write(scheduler_pb2.ConnectRequest(hello=hello))
+                if self._misfit is None:
+                    self._wait(f"waiting for the model of {self.target}")
+                welcome = await _read(call)
+                if welcome is None:
+                    return
+                if not isinstance(welcome, Welcome):
+                    raise QuireError("the first message is not a welcome")
+                outbox = await self._meet(welcome)  # which may take longer than a silence may last
+                asker.cancel()  # from now on beats are read
+                silence.heard()
+                tasks.append(asyncio.create_task(_write(call, outbox)))
+                while (news := await _read(call)) is not None:
+                    silence.heard()
+                    self._hear(news)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.hang = None
+            call.cancel()
+
+    async def _watch(self, silence: Silence, limit: asyncio.Timeout) -> None:
+        """Tells the owner when the scheduler hangs and goes on; lets `limit` pass if it is lost."""
+        while not silence.is_loss:
+            await asyncio.sleep(TICK_S)
+            silence.tick()
+            if silence.is_hang == (self.hang is not None):
+                continue
+            if silence.is_hang:
+                self.hang = (
+                    f"the scheduler at {self.target} has said nothing for {silence.seconds:g} s"
+                )
+                log.warning("scheduler hangs", target=self.target, silent_s=silence.seconds)
+            else:
+                self.hang = None
+            self._owner.changed(self)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _meet(self, welcome: Welcome) -> Outbox:
+        """Takes up the scheduler's model and submits every live request (again)."""
+        try:
+            await self._owner.prepare(welcome.model)
+            self._misfit = None
+            self._owner.check_fit(self, welcome.model)
+        except MisfitError as error:
+            self._misfit, self.model = error, None
+            self._wait(str(error), is_starting=False)
+            raise
+        self.model = welcome.model
+        self.resume_grace_s = welcome.resume_grace_s
+        lives = self.table.lives
+        log.info(
+            "scheduler connected",
+            target=self.target,
+            epoch=welcome.epoch,
+            num_resubmitted=len(lives),
+        )
+        self.room, self.is_unloaded = None, False
+        outbox = self._outbox = Outbox()
+        self.away_since = None
+        for live in lives:
+            self.submit(live)
+        self._owner.connected(self)
+        return outbox
+
+    def _wait(self, status: str, *, is_starting: bool = True) -> None:
+        self.status, self.is_starting = status, is_starting
+        self._owner.changed(self)
+
+    def _lose(self, reason: str) -> None:
+        if self._outbox is None:
+            log.info("scheduler not reached", target=self.target, reason=reason)
+            return
+        self._outbox = None
+        self.away_since = asyncio.get_running_loop().time()
+        self._resuming.fail_all(UnavailableError(f"lost the scheduler: {reason}"))
+        num_live = len(self.table.lives)
+        log.warning("scheduler lost", target=self.target, reason=reason, num_live=num_live)
+        self._wait(f"lost the scheduler at {self.target}", is_starting=False)
+
+    # --- the news -------------------------------------------------------------------------------
+
+    def _hear(self, news: News) -> None:
+        match news:
+            case StepNews():
+                with timeline.span("hear a step"):
+                    self._hear_step(news)
+            case Refusal():
+                self._hear_refusal(news)
+            case Resumption():
+                self._hear_resumption(news)
+            case Welcome():
+                raise QuireError("a second welcome")
+
+    def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
+        if news.room is not None:
+            self.room = news.room.num_seqs
+        if news.is_unloaded is not None:
+            self.is_unloaded = news.is_unloaded
+        if news.max_model_len is not None and self.model is not None:
+            self.model = replace(self.model, max_model_len=news.max_model_len)
+            self._owner.model_changed()
+        if news.adapters is not None and self.model is not None:
+            self.model = replace(self.model, adapters=news.adapters)
+            self._owner.model_changed()
+        stopped = self.table.hear(news, is_new=is_new)
+        if stopped and self._outbox is not None:
+            self._outbox.cancel(list(stopped))
+
+    def _hear_resumption(self, resumption: Resumption) -> None:
+        def replay(live: LiveRequest) -> None:
+            live.num_submits = 1
+            self.table.add(live)
+            self._hear_step(resumption.so_far, is_new=False)
+
+        if self._resuming.answer(resumption, replay) is None:  # the call has ended meanwhile
+            assert self._outbox is not None, "it is heard"
+            first_seq_key = resumption.record.first_seq_key
+            self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
+
+    def _hear_refusal(self, refusal: Refusal) -> None:
+        if self._resuming.fail(refusal.first_seq_key, refusal.error):
+            return
+        live = self.table.find(refusal.first_seq_key)
+        if live is None:
+            return
+        if live.num_submits > 1 and isinstance(refusal.error, TooBusyError | UnavailableError):
+            # It had been accepted: neither a new scheduler that all routers rush at may undo that,
+            # nor one that drains, after which there will be another.
+            asyncio.get_running_loop().call_later(
+                refusal.retry_after_s, self._submit_again, live, self._outbox
+            )
+            return
+        self.table.discard(live)
+        is_full = isinstance(refusal.error, TooBusyError | UnavailableError)
+        if not (is_full and self._owner.refused(self, live)):
+            live.refuse(refusal.error)
+
+    def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
+        is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
+        if is_live and self._outbox is outbox:  # else a newer scheduler knows of it already
+            self.submit(live)
+
+
+async def _read(call: Any) -> News | None:
+    """What the scheduler says next; None: it has ended the stream."""
+    message = await call.read()
+    if message is _END:
+        return None
+    if message is None:  # so gRPC says that the bytes are no message
+        raise InvalidArgumentError("message", "cannot be parsed")
+    return news_from_proto(message)
+
+
+async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, silence: Silence) -> None:
+    """Asks a scheduler that waits for its model, and says nothing by itself, whether it lives."""
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await stub.GetSchedulerLoad(
+                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_LISTEN_TIMEOUT_S
+            )
+            silence.heard()
+        await asyncio.sleep(BEAT_S)
+
+
+async def _write(call: Any, outbox: Outbox) -> None:
+    # When the stream ends, the reader learns why; the writer just stops.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await outbox.next())

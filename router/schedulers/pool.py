@@ -1,0 +1,361 @@
+"""The schedulers of a service as one: the router's requests go to, and move between, their links.
+
+Several schedulers may be there: each with workers of its own, or one that stands by for another.
+Which it is, a router need not know. What is live at a scheduler that is lost goes to the first that
+is met after that, be it the same one, its successor, or one that was there and lost its stream too;
+and, if none is met soon, to one of those that are connected all the time.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import grpc
+
+from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from router import metrics
+from router.domain import FinishReason, Load, OutputError
+from router.request.live import LiveRequest
+from router.request.validation import MAX_N
+from router.schedulers.choice import has_room
+from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
+from router.schedulers.load_sums import add_up
+from router.schedulers.messages import SchedulerModel
+from router.schedulers.model_fit import misfit_of, together
+from router.schedulers.placement import Placement
+from router.schedulers.questions import SchedulerQuestions
+from router.schedulers.resuming import StartResumed
+from router.text.served_tokenizer import Tokenizers
+from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from rpc.health.state import Health
+from rpc.peers.discovery import Discovery
+from rpc.peers.members import keep_members
+
+_RETURN_S = 2.0
+"""How long a scheduler that is lost may take to return before others do its work again."""
+_AWAY_S = 10.0
+"""How long one that is away may be expected back, with what it had: it must not miss a change."""
+
+T = TypeVar("T")
+
+
+class Schedulers:
+    """Owns the links; places requests and finds them again. See also `SchedulerLink`."""
+
+    def __init__(
+        self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
+    ) -> None:
+        """Connects once `run` runs; says in `health` whether there is a scheduler.
+
+        `tokenizers` is told which one is the model's. A model with a smaller vocabulary than its
+        tokenizer can produce is another than the tokenizer's, and is not served.
+        """
+        self._discovery = discovery
+        self._config = config
+        self._tokenizers = tokenizers
+        self._health = health
+        self._links: list[SchedulerLink] = []
+        self._placement = Placement()
+        self._model: SchedulerModel | None = None
+        self._model_news = asyncio.Event()
+        self._next_seq_key = 0
+        self._is_draining = False
+
+    # --- for requests ---------------------------------------------------------------------------
+
+    @property
+    def model(self) -> SchedulerModel | None:
+        """The model that the schedulers serve, or last served; its length the least of theirs.
+
+        None before the first welcome, and when the model does not fit the tokenizer.
+        """
+        return self._model
+
+    async def model_change(self) -> None:
+        """Waits until a scheduler tells something new of its model."""
+        self._model_news.clear()
+        await self._model_news.wait()
+
+    @property
+    def resume_grace_s(self) -> float:
+        """For how long a request that its client has left runs on at most, to be resumed."""
+        return max((link.resume_grace_s for link in self._links), default=0.0)
+
+    def check_room(self, n: int) -> None:
+        """Checks that `n` more sequences may be submitted, as far as is known here.
+
+        Raises TooBusyError: all the schedulers' queues are full.
+        """
+        rooms = [link.room for link in self._connected]
+        if rooms and not any(has_room(room, n) for room in rooms):
+            most = max(room for room in rooms if room is not None)
+            raise TooBusyError(
+                f"the queue is full: {most} more sequences may wait, and this request has {n}"
+            )
+
+    def reserve_seq_keys(self, n: int) -> int:
+        """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.
+
+        Raises UnavailableError while there is no scheduler.
+        """
+        if not self._connected:
+            raise self.unavailable()
+        first = self._next_seq_key
+        self._next_seq_key += n
+        return first
+
+    def submit(self, live: LiveRequest) -> None:
+        """Submits a request whose keys were reserved without an await in between."""
+        self._placement.choose(live, self._connected).submit(live)
+
+    def cancel(self, seq_keys: Sequence[int]) -> None:
+        """Ends what is live of one request; nothing more is heard of it."""
+        for link in self._links:
+            link.cancel(seq_keys)
+
+    def leave(self, live: LiveRequest) -> None:
+        """Leaves a request to its scheduler, until its client resumes it through some router."""
+        if (link := self._link_of(live)) is not None:
+            link.leave(live)
+
+    def is_kept(self, live: LiveRequest) -> bool:
+        """Whether there is a scheduler that knows the request now."""
+        link = self._link_of(live)
+        return link is not None and link.is_connected
+
+    async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
+        """Takes over a request; gives it with all that came of it, and its news from then on.
+
+        `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
+        refuses, such as `NotFoundError`; `UnavailableError` while there is none.
+        """
+        refusal: QuireError = self.unavailable()
+        for link in self._connected:
+            try:
+                return await link.resume(request_id, tenant, self.reserve_seq_keys(MAX_N), start)
+            except NotFoundError as error:
+                refusal = error
+        raise refusal
+
+    def unavailable(self) -> UnavailableError:
+        """Why there is no scheduler to serve a request."""
+        for link in self._links:
+            if link.misfit is not None:
+                return UnavailableError(str(link.misfit))
+        targets = ", ".join(link.target for link in self._links)
+        return UnavailableError(
+            f"the scheduler at {targets} is not connected" if targets else "no scheduler is found"
+        )
+
+    def note_draining(self) -> None:
+        """From now on leaves `health` alone: a process that is ending is not ready."""
+        self._is_draining = True
+
+    # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def questions(self) -> Sequence[SchedulerQuestions]:
+        """Who answers for the schedulers; raises UnavailableError if none is there."""
+        if not self._connected:
+            raise self.unavailable()
+        return [link.questions for link in self._connected]
+
+    def all_questions(self) -> Sequence[SchedulerQuestions]:
+        """Who answers for all schedulers, for what must reach each of them.
+
+        Raises UnavailableError if none is there, or one is away that was there, or became known,
+        not long ago. One that is away for longer may be one that stands by.
+        """
+        questions = self.questions
+        now = asyncio.get_running_loop().time()
+        for link in self._links:
+            if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
+                raise UnavailableError(
+                    f"the scheduler at {link.target} has not been connected for {away_s:.1f} s;"
+                    f" it is waited for until {_AWAY_S:g} s have passed"
+                )
+        return questions
+
+    @property
+    def target_to_is_connected(self) -> Mapping[str, bool]:
+        """Where all schedulers are that are known; raises UnavailableError if none is.
+
+        One that is not connected may be there, but have no worker with a model.
+        """
+        if not self._links:
+            raise self.unavailable()
+        return {link.target: link.is_connected for link in self._links}
+
+    async def load(self) -> Load:
+        """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
+        if not self._connected:
+            raise self.unavailable()
+        return add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
+
+        Raises what they refuse, `UnavailableError` while there is none.
+        """
+        return await self._ask_all(lambda link: link.questions.describe_kv(query))
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
+        return await self._ask_all(lambda link: link.questions.describe_activity(query))
+
+    async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
+        refusal: QuireError | None = None if self._connected else self.unavailable()
+        workers: list[T] = []
+        for link in self._connected:
+            try:
+                workers += await ask(link)
+            except NotFoundError as error:  # the worker may be another one's
+                refusal = error
+        if refusal is not None and not workers:
+            raise refusal
+        return workers
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps a stream to each scheduler, until cancelled.
+
+        Raises whatever breaks one, which is a bug; the live requests fail first.
+        """
+        self._show()
+        watch = asyncio.create_task(
+            self._placement.watch(lambda: self._connected), name="schedulers' loads"
+        )
+        try:
+            await keep_members(
+                self._discovery, join=self._join, may_leave=self._may_leave, left=self._left
+            )
+        except Exception:
+            for link in self._links:
+                self._fail_all(link, "the router broke")
+            raise
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    def _join(self, target: str) -> SchedulerLink:
+        link = SchedulerLink(target, self._config, self)
+        self._links.append(link)
+        self._show()
+        return link
+
+    def _may_leave(self, link: SchedulerLink) -> bool:
+        return not link.is_connected and (not link.table or bool(self._connected))
+
+    def _left(self, link: SchedulerLink) -> None:
+        self._links.remove(link)
+        self._placement.forget(link)
+        self._move_all(link)
+        self._show()
+
+    # --- for the links (LinkOwner) --------------------------------------------------------------
+
+    async def prepare(self, model: SchedulerModel) -> None:
+        """Reads the model's tokenizer."""
+        try:
+            await self._tokenizers.read(model.directory)
+        except Exception as error:  # the libraries' own, too: of what is no JSON, or no template
+            raise MisfitError(
+                f"the model {model} has no tokenizer that this router can read: {error}"
+            ) from error
+
+    def check_fit(self, link: SchedulerLink, model: SchedulerModel) -> None:
+        """Checks that a scheduler's model is the tokenizer's, and that of the others."""
+        others = [other for other in self._connected if other is not link]
+        before = self._model
+        num_token_ids = self._tokenizers.num_token_ids(model.directory)
+        misfit = misfit_of(model, link.target, num_token_ids, (each.model for each in others))
+        if misfit is not None:
+            if others:
+                self._move_all(link)
+            else:
+                self._model = None
+                self._fail_all(link, misfit)
+            raise MisfitError(misfit)
+        if before is not None and not model.can_continue(before):
+            for each in self._links:
+                self._fail_all(each, "the service now has another model")
+        self._tokenizers.use(model.directory)
+        self._model = together([model, *(other.model for other in others)])
+
+    def connected(self, link: SchedulerLink) -> None:
+        """Gives it what was live at others that are lost."""
+        for other in self._links:
+            self._move_all(other, [link])
+        self._show()
+
+    def changed(self, link: SchedulerLink) -> None:
+        """Waits a moment for a scheduler that is lost: its workers have the KV."""
+        if not link.is_connected and link.table and self._connected:
+            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        self._show()
+
+    def model_changed(self) -> None:
+        """Looks again what requests may be."""
+        self._model_news.set()
+        if self._model is not None:
+            self._model = together(link.model for link in self._connected)
+
+    def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
+        """Submits it to another scheduler that may have room, each once; False: there is none."""
+        live.refused_by.add(link.target)
+        n = len(live.outputs)
+        others = [
+            other
+            for other in self._connected
+            if other.target not in live.refused_by and has_room(other.room, n)
+        ]
+        if others:
+            live.num_submits = 0
+            self._placement.choose(live, others).submit(live)
+        return bool(others)
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    @property
+    def _connected(self) -> list[SchedulerLink]:
+        return [link for link in self._links if link.is_connected]
+
+    def _link_of(self, live: LiveRequest) -> SchedulerLink | None:
+        keys = live.live_seq_keys
+        return next((link for link in self._links if any(k in link.table for k in keys)), None)
+
+    def _move_all(
+        self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
+    ) -> None:
+        """Moves what is live at a scheduler that is lost to those that are connected, if any."""
+        targets = self._connected if targets is None else targets
+        if link.is_connected or not targets:
+            return  # it has come back meanwhile, or everything waits
+        for live in link.table.lives:
+            link.table.discard(live)
+            self._placement.choose(live, targets).submit(live)
+
+    def _fail_all(self, link: SchedulerLink, message: str) -> None:
+        error = OutputError(grpc.StatusCode.UNAVAILABLE.value[0], message, retryable=True)
+        for live in link.table.lives:
+            link.table.discard(live)
+            for seq_key in live.live_seq_keys:
+                live.finish(seq_key, FinishReason.ERROR, error=error)
+
+    def _show(self) -> None:
+        num_connected = len(self._connected)
+        metrics.SCHEDULER_CONNECTED.set(num_connected)
+        if self._is_draining:
+            return
+        hangs = [link.hang for link in self._connected if link.hang is not None]
+        if num_connected > len(hangs):
+            self._health.set_ready()
+        elif hangs:
+            self._health.set_not_ready("; ".join(hangs))
+        elif problems := [link.status for link in self._links if not link.is_starting]:
+            self._health.set_not_ready("; ".join(problems))
+        else:
+            waits = [link.status for link in self._links]
+            self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")

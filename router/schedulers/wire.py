@@ -1,0 +1,265 @@
+"""Messages of the scheduler's contract to domain values and back."""
+
+from array import array
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
+from router.domain import FinishReason, GenerateRequest, OutputError, OutputFinished, TextTerms
+from router.grpc.wire import (
+    FINISH_REASON_TO_PROTO,
+    adapter_from_proto,
+    beam_from_proto,
+    beam_to_proto,
+    error_to_proto,
+    logprob_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+from router.request.live import LiveRequest, ReplayRecord
+from router.request.validation import MAX_N
+from router.schedulers.messages import (
+    Admission,
+    Ending,
+    News,
+    Pin,
+    PromptPart,
+    QueueRoom,
+    Refusal,
+    Resumption,
+    SchedulerModel,
+    StepNews,
+    Welcome,
+)
+from rpc.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+    UnimplementedError,
+)
+from rpc.packing import pack_int32, unpack_int32, unpack_uint64
+
+_MAX_RETRY_AFTER_S: Final = 3600
+
+_REASON_FROM_PROTO: Final = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+_CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
+    error.code.value[0]: error
+    for error in (
+        AbortedError,
+        AlreadyExistsError,
+        DeadlineExceededError,
+        NotFoundError,
+        UnavailableError,
+        UnimplementedError,
+    )
+}
+
+
+def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
+    """Writes a request as it now stands: what its outputs have produced goes with it.
+
+    `now` is on the event loop's clock, which the scheduler does not share.
+    """
+    record = live.record
+    so_far = [
+        scheduler_pb2.OutputSoFar(
+            token_ids=pack_int32(output.token_ids),
+            finished=output.finished is not None,
+            end=_end_to_proto(output.finished) if record.resume_record is not None else None,
+        )
+        for output in live.outputs
+    ]
+    is_new = not any(output.token_ids or output.finished for output in so_far)
+    return scheduler_pb2.ConnectRequest(
+        submit=scheduler_pb2.Submit(
+            request_id=record.request_id,
+            first_seq_key=record.first_seq_key,
+            n=len(live.outputs),
+            prompt_token_ids=pack_int32(record.prompt_token_ids),
+            sampling=sampling_to_proto(record.sampling),
+            cache_salt=record.cache_salt,
+            cache_pin_s=record.cache_pin_s,
+            traceparent=record.traceparent,
+            outputs=[] if is_new else so_far,
+            priority=record.priority,
+            tenant=record.tenant,
+            deadline_s=None if record.deadline is None else max(0.0, record.deadline - now),
+            beam=None if record.beam is None else beam_to_proto(record.beam),
+            resume_record=record.resume_record,
+            is_again=live.num_submits > 1,
+        )
+    )
+
+
+def resume_record_of(request: GenerateRequest) -> bytes:
+    """Writes what a router that resumes a request needs besides its `Submit`."""
+    return inference_pb2.GenerateRequest(
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+    ).SerializeToString()
+
+
+def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
+    submit = message.submit
+    if not 1 <= submit.n <= MAX_N:
+        raise InvalidArgumentError("resumed.submit.n", f"is {submit.n}; it must be in [1, {MAX_N}]")
+    try:
+        terms = inference_pb2.GenerateRequest.FromString(submit.resume_record)
+    except DecodeError as error:
+        raise InvalidArgumentError("resume_record", f"is not a router's: {error}") from error
+    return Resumption(
+        record=ReplayRecord(
+            request_id=submit.request_id,
+            first_seq_key=submit.first_seq_key,
+            prompt_token_ids=array("i", unpack_int32(submit.prompt_token_ids, "prompt_token_ids")),
+            sampling=sampling_from_proto(submit.sampling),
+            cache_salt=submit.cache_salt,
+            cache_pin_s=submit.cache_pin_s if submit.HasField("cache_pin_s") else None,
+            traceparent=submit.traceparent,
+            priority=submit.priority,
+            tenant=submit.tenant,
+            deadline=None,
+            beam=beam_from_proto(submit.beam) if submit.HasField("beam") else None,
+            resume_record=submit.resume_record,
+        ),
+        terms=TextTerms(
+            tuple(terms.stop), terms.include_stop_str_in_output, terms.skip_special_tokens
+        ),
+        n=submit.n,
+        so_far=_step_from_proto(message.so_far),
+    )
+
+
+def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFinished | None:
+    if finished is None:
+        return None
+    return scheduler_pb2.SequenceFinished(
+        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
+        stop_token_id=finished.stop_token_id,
+        error=None if finished.error is None else error_to_proto(finished.error),
+        cumulative_logprob=finished.cumulative_logprob,
+    )
+
+
+def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
+    """Reads what the scheduler says; raises InvalidArgumentError if it makes no sense."""
+    match message.WhichOneof("message"):
+        case "step":
+            return _step_from_proto(message.step)
+        case "refused":
+            return _refusal_from_proto(message.refused)
+        case "resumed":
+            return _resumption_from_proto(message.resumed)
+        case "welcome":
+            model = message.welcome.model
+            return Welcome(
+                epoch=message.welcome.epoch,
+                resume_grace_s=message.welcome.resume_grace_s,
+                model=SchedulerModel(
+                    id=model.id,
+                    max_model_len=model.max_model_len,
+                    vocab_size=model.vocab_size,
+                    eos_token_ids=tuple(model.eos_token_ids),
+                    structured_output=model.structured_output,
+                    adapters=tuple(map(adapter_from_proto, model.adapters)),
+                    directory=model.directory,
+                ),
+            )
+        case _:
+            raise InvalidArgumentError("message", "is not set, or is newer than this router")
+
+
+def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
+    # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
+    seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
+    token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
+    if token_ids and (least := min(token_ids)) < 0:
+        raise InvalidArgumentError("step.token_ids", f"has {least}; ids must be at least 0")
+    if len(seq_keys) != len(token_ids):
+        raise InvalidArgumentError(
+            "step.token_ids", f"has {len(token_ids)} entries; it must have {len(seq_keys)}"
+        )
+    return StepNews(
+        seq_keys=seq_keys,
+        token_ids=token_ids,
+        logprobs={entry.index: logprob_from_proto(entry.logprob) for entry in message.logprobs},
+        prompt_scores=tuple(
+            PromptPart(part.seq_key, part.position, tuple(map(logprob_from_proto, part.logprobs)))
+            for part in message.prompt_logprobs
+        ),
+        admissions=tuple(
+            Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
+        ),
+        pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
+        endings=tuple(map(_ending_from_proto, message.finished)),
+        room=_room_from_proto(message.room) if message.HasField("room") else None,
+        max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
+        is_unloaded=message.is_unloaded if message.HasField("is_unloaded") else None,
+        adapters=(
+            tuple(map(adapter_from_proto, message.adapters.adapters))
+            if message.HasField("adapters")
+            else None
+        ),
+    )
+
+
+def _room_from_proto(message: scheduler_pb2.QueueRoom) -> QueueRoom:
+    return QueueRoom(message.num_sequences if message.HasField("num_sequences") else None)
+
+
+def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
+    # A reason that this router does not know is a failure; it must not be taken for success.
+    reason = _REASON_FROM_PROTO.get(message.finish_reason, FinishReason.ERROR)
+    error: OutputError | None = None
+    if reason is FinishReason.ERROR:
+        error = OutputError(
+            code=message.error.code or grpc.StatusCode.INTERNAL.value[0],
+            message=message.error.message or "the scheduler ended the sequence without saying why",
+            retryable=message.error.retryable,
+        )
+    return Ending(
+        seq_key=message.seq_key,
+        reason=reason,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        error=error,
+        cumulative_logprob=(
+            message.cumulative_logprob if message.HasField("cumulative_logprob") else None
+        ),
+    )
+
+
+def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
+    retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else 1.0
+    if not 0 <= retry_after_s <= _MAX_RETRY_AFTER_S:  # false for NaN
+        raise InvalidArgumentError(
+            "refused.retry_after_s",
+            f"is {retry_after_s}; it must be in [0, {_MAX_RETRY_AFTER_S}]",
+        )
+    error = error_from_code(message.code, message.message, retry_after_s)
+    return Refusal(message.first_seq_key, error, retry_after_s)
+
+
+def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:
+    """The error that a google.rpc.Code and a message stand for."""
+    if code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+        # The message names the field first; see `InvalidArgumentError`.
+        field, _, problem = message.partition(" ")
+        return InvalidArgumentError(field, problem)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
+        return TooBusyError(message, retry_after_s)
+    return _CODE_TO_ERROR.get(code, QuireError)(message)

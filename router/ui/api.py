@@ -1,0 +1,100 @@
+"""The routes of the web page: its files, which are anybody's, and its data, which need a key."""
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias
+
+from aiohttp import web
+
+from quire.v1.common_pb2 import ActivityQuery
+from quire.v1.kv_pb2 import KvQuery
+from router.grpc.wire import load_to_proto
+from router.http.errors import error_response, failure_response
+from router.http.json_text import json_bytes
+from router.request.inference import Inference
+from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
+from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
+from rpc.errors import NotFoundError
+
+API_PATH: Final = f"{PAGE_PATH}/api"
+
+_MAX_SHOWN: Final = 64
+
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Ui:
+    """The page of one router."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._path_to_page = {page.path: page for page in read_pages()}
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """What a browser must be able to get before anybody has typed a key."""
+        return frozenset((*self._path_to_page, f"{PAGE_PATH}/"))
+
+    def routes(self) -> list[web.AbstractRouteDef]:
+        """All below `PAGE_PATH`."""
+        return [
+            web.get(PAGE_PATH, self._page),
+            web.get(f"{PAGE_PATH}/", self._redirect),
+            web.get(f"{PAGE_PATH}/{{file}}", self._file),
+            web.get(f"{API_PATH}/load", _endpoint(self._load)),
+            web.get(f"{API_PATH}/kv", _endpoint(self._kv)),
+            web.get(f"{API_PATH}/activity", _endpoint(self._activity)),
+        ]
+
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        """Show the web page: what the service is doing, and a playground."""
+        return _file_response(self._path_to_page[PAGE_PATH])
+
+    async def _redirect(self, _: web.Request) -> web.StreamResponse:
+        """Go to the web page."""
+        # Relative, so that it holds behind a proxy that puts a path before ours.
+        return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        """Give a part of the web page."""
+        page = self._path_to_page.get(request.path)
+        if page is None:
+            return error_response(NotFoundError(f"there is no {request.path[:_MAX_SHOWN]}"))
+        return _file_response(page)
+
+    async def _load(self, _: web.Request) -> object:
+        """Say how busy the service is: `Load`."""
+        return message_to_json(load_to_proto(await self._inference.load()))
+
+    async def _kv(self, request: web.Request) -> object:
+        """Say who holds which KV blocks: `WorkerKv` of each worker; parameters as in `KvQuery`."""
+        workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
+        return {"workers": [kv_to_json(worker) for worker in workers]}
+
+    async def _activity(self, request: web.Request) -> object:
+        """Say what the workers are doing: `WorkerActivity`; parameters as in `ActivityQuery`."""
+        query = query_from_url(ActivityQuery, request.query)
+        workers = await self._inference.describe_activity(query)
+        return {"workers": [activity_to_json(worker) for worker in workers]}
+
+
+def _file_response(page: Page) -> web.Response:
+    return web.Response(
+        body=page.content, content_type=page.content_type, charset="utf-8", headers=HEADERS
+    )
+
+
+def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
+    """Make the handler of a route that gives JSON, or an error in the shape of the other routes."""
+
+    @functools.wraps(read)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            body = json_bytes(await read(request))
+            response = web.Response(body=body, content_type="application/json")
+        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+            response = failure_response(error, path=request.path)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return handle

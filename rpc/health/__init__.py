@@ -1,0 +1,1 @@
+"""Whether a process is alive and ready, told by gRPC and HTTP."""

@@ -1,0 +1,1 @@
+"""Logs, traces and timelines of a process."""

@@ -1,0 +1,1 @@
+"""TLS, and who may call whom."""

@@ -1,0 +1,1 @@
+"""Beam search in the block space."""

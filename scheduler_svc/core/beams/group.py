@@ -1,0 +1,123 @@
+"""One beam search while it is live: the search, and a sequence for each beam that it may have."""
+
+from scheduler_svc.core.beams.search import (
+    BeamSearch,
+    Candidates,
+    Hypothesis,
+    SearchState,
+    num_common,
+)
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason, Request, SeqId
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+
+
+class BeamGroup:
+    """One search and its sequences. Only `BeamGroups` changes it."""
+
+    def __init__(self, request: Request, seqs: tuple[Sequence, ...]) -> None:
+        """`seqs`, as many as the search is wide, wait; the first `request.n` bear outputs' keys."""
+        assert request.beam is not None
+        self.search = BeamSearch(
+            request.beam,
+            request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+        )
+        self.seqs = seqs
+        self.outputs = seqs[: request.n]
+        self.places: list[Sequence] = []
+        """While it runs: the sequence of each of the search's beams, of which the first compute
+        alone at first. While `parents` is not None: of the beams before."""
+        self.parents: tuple[int, ...] | None = None
+        """Which of `places` each of the search's beams continues, if its step has yet to begin."""
+        self.reports: dict[SeqId, Candidates] = {}
+        """What those of `places` that have computed their last token reported."""
+
+    @property
+    def leader(self) -> Sequence:
+        """The sequence that stands for the search in the queue, and that computes first."""
+        return self.seqs[0]
+
+    def queue_leader(self) -> None:
+        """Let the leader, which waits, have the best beam's tokens: it computes first."""
+        leader, best = self.leader, self.search.beams[0]
+        leader.token_ids, leader.block_hashes = best.token_ids, []
+        leader.max_total_tokens = self.search.num_tokens + 1
+
+    def state_with(self, seq: Sequence) -> SearchState | None:
+        """Return what a later scheduler is told with one of its sequences; None: nothing."""
+        has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
+        return self.search.state if has_begun and seq is self.places[0] else None
+
+    @property
+    def spares(self) -> list[Sequence]:
+        """Those of its sequences that are no beams now."""
+        return [seq for seq in self.seqs if seq.status is SeqStatus.SPARE]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has found its hypotheses."""
+        return not self.search.beams
+
+    def results(self) -> list[Finished]:
+        """Return the ends of its outputs, when the search is over: the best go first.
+
+        A vocabulary of hardly more tokens than beams may leave some outputs with nothing.
+        """
+        found = self.search.hypotheses
+        return [
+            _finished(seq, found[index] if index < len(found) else None)
+            for index, seq in enumerate(self.outputs)
+        ]
+
+    @property
+    def can_spread(self) -> bool:
+        """Whether the best beam alone runs, and the others can start from what it computes."""
+        is_alone = len(self.places) < len(self.search.beams) and self.parents is None
+        leader = self.leader
+        return is_alone and leader.status is SeqStatus.DECODE and not leader.loading_block_ids
+
+    def num_blocks_due(self, block_size: int) -> int:
+        """Return how many blocks it takes in the next step, at most."""
+        if self.parents is None:
+            return self._num_blocks_of_others(block_size) if self.can_spread else 0
+        if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
+            return len(self.parents)
+        # One for the copy of each fork; each place that becomes spare gives one back before.
+        return max(0, len(self.parents) - len(self.places))
+
+    def demand(self, block_size: int) -> tuple[int, int]:
+        """Return how many rows it takes to run, and how many blocks besides its leader's."""
+        width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
+        if len(self.search.beams) > 1:
+            return width, self._num_blocks_of_others(block_size)
+        if num_tokens == len(request.prompt_token_ids) + request.max_tokens - 1:
+            return width, 0  # what it chooses next are the ends
+        return width, width - (num_tokens % block_size > 0)
+
+    def num_shared_blocks(self, beam: int, block_size: int) -> int:
+        """Return how many first blocks a beam has in common with the best one, full of tokens."""
+        tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
+        return num_common(tokens, best) // block_size
+
+    def _num_blocks_of_others(self, block_size: int) -> int:
+        num_blocks = -(-self.search.num_tokens // block_size)
+        others = range(1, len(self.search.beams))
+        return sum(num_blocks - self.num_shared_blocks(beam, block_size) for beam in others)
+
+
+def _finished(seq: Sequence, hypothesis: Hypothesis | None) -> Finished:
+    source = seq.request.source
+    if hypothesis is None:
+        error = f"the search found no output {seq.output_index}: there are too few continuations"
+        return Finished(source, seq.seq_key, FinishReason.ERROR, error=error)
+    is_stop = hypothesis.end_token_id is not None
+    return Finished(
+        source,
+        seq.seq_key,
+        FinishReason.STOP if is_stop else FinishReason.LENGTH,
+        stop_token_id=hypothesis.end_token_id,
+        token_ids=tuple(hypothesis.token_ids.tolist()),
+        cumulative_logprob=float(hypothesis.logprob),
+    )

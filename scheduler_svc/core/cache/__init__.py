@@ -1,0 +1,1 @@
+"""The prefix cache: names of blocks, order of eviction, pins."""

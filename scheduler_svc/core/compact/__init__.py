@@ -1,0 +1,1 @@
+"""Moves blocks together, and changes the size of a pool."""

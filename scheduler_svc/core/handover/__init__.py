@@ -1,0 +1,1 @@
+"""What passes from one scheduler core to another."""

@@ -1,0 +1,62 @@
+"""The names of device blocks' contents that the worker has not been told: label by label, in order.
+
+A worker keeps, beside each block, the hash of what it holds, for the next scheduler to find. The
+labels of a plan name what blocks hold *before* its step changes anything. What is named while a
+step is being planned may be computed by that very step, so it is told with the one after it.
+"""
+
+from collections.abc import Iterable
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.cache.block_hash import HASH_BYTES, BlockHash
+from scheduler_svc.core.plan import Int32Array, ints
+
+
+class NewLabels:
+    """Gathers the labels of all plans; the device pool's."""
+
+    def __init__(self) -> None:
+        # Parallel.
+        self._blocks: list[int] = []
+        self._hashes: list[BlockHash] = []
+        self._num_before = 0
+        """Those that hold before the step being planned."""
+
+    def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        """Name what blocks hold, or will when the step being planned is done."""
+        self._blocks += blocks
+        self._hashes += hashes
+
+    def begin_step(self) -> None:
+        """Note that a step begins to move blocks, and to compute."""
+        self._num_before = len(self._blocks)
+
+    def exchange(self, one: int, other: int) -> None:
+        """Follow two blocks that change places in the step being planned."""
+        names = {one: other, other: one}
+        new = self._blocks[self._num_before :]
+        self._blocks[self._num_before :] = [names.get(block, block) for block in new]
+
+    def forget(self, blocks: set[int]) -> None:
+        """Name none of these: their content is not to be trusted."""
+        is_kept = [block not in blocks for block in self._blocks]
+        self._num_before = sum(is_kept[: self._num_before])
+        self._blocks = [*compress(self._blocks, is_kept)]
+        self._hashes = [*compress(self._hashes, is_kept)]
+
+    def take(self) -> tuple[Int32Array, npt.NDArray[np.uint8]]:
+        """Return int32[N] blocks and uint8[N, 32] labels for the plan that goes out."""
+        count, self._num_before = self._num_before, 0
+        if not count:
+            return NOTHING
+        blocks, hashes = self._blocks[:count], self._hashes[:count]
+        del self._blocks[:count], self._hashes[:count]
+        labels = np.frombuffer(b"".join(hashes), np.uint8).reshape(count, HASH_BYTES)
+        return ints(blocks), labels
+
+
+NOTHING = ints(()), np.empty((0, HASH_BYTES), np.uint8)
+"""No labels."""

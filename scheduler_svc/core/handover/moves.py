@@ -1,0 +1,352 @@
+"""A scheduler core that is one of several: it says what it has, and gives and takes requests.
+
+A request moves with the KV of all its sequences, through the host blocks of both workers. Whoever
+copies the contents takes it through these stages:
+
+    giving core                              taking core
+
+    begin_export   it waits, KV on the host
+                                             begin_import   host blocks are set aside
+            both `ready_step`s are answered; contents are copied
+    end_export     it is gone
+                                             end_import     it waits, KV on the host
+
+It lives in the giving core until `end_export` lets it go and in the taking core from `end_import`
+on, which must follow at once. Whatever happens before that, it goes on where it is. Until these
+two, the blocks that are read and those that are written are held by the move itself, even if the
+sequence ends.
+"""
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from scheduler_svc.core.blocks import HostBlockId
+from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
+from scheduler_svc.core.compact.resize import ResizableScheduler
+from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.handover.moved_request import (
+    Export,
+    ExportId,
+    Import,
+    ImportId,
+    LiveRequest,
+    MovedRequest,
+    MovedSequence,
+)
+from scheduler_svc.core.limits import check_deadline, check_length
+from scheduler_svc.core.live_sequences import resubmittable
+from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
+from scheduler_svc.core.tiers.rates import Rates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaving:
+    seqs: list[Sequence]
+    host_block_ids: list[HostBlockId]
+    """A reference to each is the export's own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arriving:
+    moved: MovedRequest
+    host_block_ids: tuple[HostBlockId, ...]
+
+
+class Replica(ResizableScheduler):
+    """The sequences and blocks of one worker beside others."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._exports: dict[ExportId, _Leaving] = {}
+        self._imports: dict[ImportId, _Arriving] = {}
+        self._num_moves = 0
+
+    def load(self) -> SchedulerLoad:
+        """See `Scheduler`; those on their way to another core wait."""
+        leaving = [seq for each in self._exports.values() for seq in each.seqs]
+        num_leaving = sum(seq.status is SeqStatus.MIGRATING for seq in leaving)
+        load = super().load()
+        return replace(load, num_waiting=load.num_waiting + num_leaving) if num_leaving else load
+
+    @property
+    def last_answered(self) -> StepId:
+        """The last step whose result was reported."""
+        return StepId(self._steps.last - len(self._steps))
+
+    # --- placement ------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """See `Scheduler`; what the prefix cache has of it is no work that waits."""
+        super().submit(request, now)
+        keys = range(request.first_seq_key, request.first_seq_key + request.n)
+        for seq in self._live.find(request.source, keys):
+            if seq in self._waiting:
+                self._waiting.expect(seq, self._lookup.find(seq).num_tokens)
+
+    def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
+        """Look whether a new request could meet its deadline here; nothing changes.
+
+        Raises:
+            DeadlineError: It could not, even if nothing else ran.
+        """
+        check_deadline(request, now, rates, self.config, self._lookup.num_cached_tokens)
+
+    def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
+        """Return how many blocks of a prompt the prefix cache has, in all tiers.
+
+        Args:
+            hashes: Of the prompt's full blocks, from its beginning.
+        """
+        return self._lookup.num_cached_blocks(hashes)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Known tokens that the worker has to compute before those of a new request."""
+        prefilling = sum(seq.num_tokens_left for seq in self._running.prefilling)
+        return self._waiting.num_tokens + prefilling
+
+    # --- looking for what to move ---------------------------------------------------------------
+
+    def find_requests(self, request_id: str | None = None) -> list[LiveRequest]:
+        """Return the live requests of a name, on which routers do not agree; None: all of them."""
+        seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
+        return [self._describe(group) for group in _by_request(seqs)]
+
+    def first_swapped(self) -> LiveRequest | None:
+        """Return the request that `begin_export` would take and that waits longest for blocks.
+
+        All its sequences wait, one at least with its KV on the host.
+        """
+        swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
+        for first in sorted(swapped, key=self._rank):
+            group = self._group(first.request.source, first.request.first_seq_key)
+            if all(seq.status in QUEUED and not seq.siblings for seq in group):
+                return self._describe(group)
+        return None
+
+    # --- giving ---------------------------------------------------------------------------------
+
+    def drain(self) -> tuple[Request, ...]:
+        """Return every live request so that another core can take it up; the worker is lost.
+
+        Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
+        """
+        return self._live.requests(self._rows.known_tokens)
+
+    def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
+        """Preempt a live request with its KV to the host, and keep it from running again here.
+
+        Raises:
+            MigrationRefusedError: It cannot leave now; nothing has changed.
+        """
+        seqs = self._group(source, first_seq_key)
+        self._check_can_leave(seqs)
+        request = resubmittable(seqs, self._rows.known_tokens)
+        for seq in seqs:
+            if seq.status in RUNNING:
+                self._preempt(seq, must_swap=True)
+            self._tier.pool.drop(seq.fetched_block_ids)
+            seq.fetched_block_ids = ()
+            self._waiting.remove(seq)
+            seq.move(SeqStatus.MIGRATING)
+        moved = MovedRequest(
+            request=request,
+            arrived=seqs[0].arrived,
+            block_size=self.config.block_size,
+            bytes_per_block=self.config.bytes_per_block,
+            sequences=tuple(_moved(seq) for seq in seqs),
+        )
+        held = moved.host_block_ids
+        self._tier.pool.share(held)
+        self._num_moves += 1
+        export_id = ExportId(self._num_moves)
+        self._exports[export_id] = _Leaving(seqs, held)
+        return Export(export_id, moved, self._settled_step)
+
+    def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
+        """Let a request go, or let it wait here again; nobody reads its host blocks any more.
+
+        Returns:
+            The output indices of its sequences that have not ended meanwhile.
+        """
+        leaving = self._exports.pop(export_id)
+        seqs = [seq for seq in leaving.seqs if seq.status is SeqStatus.MIGRATING]
+        for seq in seqs:
+            if leaves:
+                self._host_room.release(seq)
+                self._live.remove(seq)
+            else:
+                self._queue(seq)
+        self._tier.pool.drop(leaving.host_block_ids)
+        return tuple(seq.output_index for seq in seqs)
+
+    # --- taking ---------------------------------------------------------------------------------
+
+    def begin_import(self, moved: MovedRequest) -> Import:
+        """Set host blocks aside for a request that another core is about to give.
+
+        Raises:
+            MigrationRefusedError: It cannot come here; nothing has changed.
+        """
+        self._check_can_take(moved)
+        blocks = tuple(self._tier.take_free() for _ in moved.host_block_ids)
+        self._num_moves += 1
+        import_id = ImportId(self._num_moves)
+        self._imports[import_id] = _Arriving(moved, blocks)
+        return Import(import_id, blocks, self._settled_step)
+
+    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
+        """Take the sequences that have arrived; free what was set aside for the others.
+
+        Args:
+            import_id: Whose contents have arrived, unless there are no `output_indices`.
+            output_indices: What `end_export` returned; none: the request does not come.
+        """
+        arriving = self._imports.pop(import_id)
+        moved, blocks = arriving.moved, iter(arriving.host_block_ids)
+        tables = {
+            seq.output_index: tuple(next(blocks) for _ in seq.host_block_ids)
+            for seq in moved.sequences
+        }
+        index_to_moved = {seq.output_index: seq for seq in moved.sequences}
+        for index in tables.keys() - set(output_indices):
+            self._tier.pool.drop(tables[index])
+        if not output_indices:
+            return
+        request = replace(
+            moved.request,
+            outputs=tuple(
+                output if index in output_indices else replace(output, finished=True)
+                for index, output in enumerate(moved.request.outputs)
+            ),
+        )
+        place = self._policy.place(request, moved.arrived)
+        for seq in self._live.add(request, place, moved.arrived):
+            came = index_to_moved[seq.output_index]
+            seq.num_computed_tokens = came.num_computed_tokens
+            seq.num_charged_tokens = came.num_charged_tokens
+            seq.num_cached_tokens = came.num_cached_tokens
+            seq.was_admitted = came.was_admitted
+            seq.host_block_ids = tables[seq.output_index]
+            seq.move(SeqStatus.MIGRATING)
+            self._publish_on_host(seq)
+            self._queue(seq)
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    @property
+    def held_host_blocks(self) -> Iterator[HostBlockId]:
+        """The host blocks that moves under way hold, each as often as it is held."""
+        for leaving in self._exports.values():
+            yield from leaving.host_block_ids
+        for arriving in self._imports.values():
+            yield from arriving.host_block_ids
+
+    def _requests_to_finish(self) -> list[Request]:
+        return super()._requests_to_finish() + [
+            each.moved.request for each in self._imports.values()
+        ]
+
+    @property
+    def _settled_step(self) -> StepId:
+        """The step after whose result all moves asked for so far are done.
+
+        One that has not gone out goes with the next plan.
+        """
+        last = self._steps.last
+        return StepId(last + 1) if self._tier.has_moves else last
+
+    def _group(self, source: SourceId, first_seq_key: SeqKey) -> list[Sequence]:
+        """Return the live sequences of a request, by output index."""
+        seqs = self._live.of_source(source)
+        group = [seq for seq in seqs if seq.request.first_seq_key == first_seq_key]
+        return sorted(group, key=lambda seq: seq.output_index)
+
+    def _describe(self, seqs: list[Sequence]) -> LiveRequest:
+        request = seqs[0].request
+        num_blocks = -(-seqs[0].max_total_tokens // self.config.block_size)
+        return LiveRequest(
+            source=request.source,
+            first_seq_key=request.first_seq_key,
+            request_id=request.request_id,
+            num_seqs=len(seqs),
+            num_host_blocks=sum(len(seq.host_block_ids) for seq in seqs),
+            max_device_blocks=len(seqs) * num_blocks,
+        )
+
+    def _check_can_leave(self, seqs: list[Sequence]) -> None:
+        if not seqs:
+            raise MigrationRefusedError("it is not live")
+        if seqs[0].group is not None:
+            raise MigrationRefusedError("it is a beam search, whose KV does not leave the device")
+        if not self.config.num_host_blocks:
+            raise MigrationRefusedError("its worker has no host tier (--host-kv-memory-gb)")
+        if any(seq.status is SeqStatus.MIGRATING for seq in seqs):
+            raise MigrationRefusedError("it is being moved already")
+        if any(seq.status is SeqStatus.FETCHING or seq.disk_block_ids for seq in seqs):
+            raise MigrationRefusedError("some of its KV is on its worker's disk")
+        if any(seq.siblings for seq in seqs):
+            raise MigrationRefusedError(f"n is {len(seqs)} and its prompt is not computed yet")
+        num_blocks = sum(len(seq.block_ids) for seq in seqs)
+        if num_blocks > self._tier.pool.num_free:
+            raise MigrationRefusedError(
+                f"it has {num_blocks} device blocks, and its worker has "
+                f"{self._tier.pool.num_free} free host blocks"
+            )
+
+    def _check_can_take(self, moved: MovedRequest) -> None:
+        config = self.config
+        if not config.num_host_blocks:
+            raise MigrationRefusedError("that worker has no host tier (--host-kv-memory-gb)")
+        ours = (config.block_size, config.bytes_per_block)
+        if ours != (moved.block_size, moved.bytes_per_block):
+            raise MigrationRefusedError(
+                f"a block is {moved.block_size} tokens in {moved.bytes_per_block} bytes here, "
+                f"and {config.block_size} tokens in {config.bytes_per_block} bytes there"
+            )
+        try:
+            check_length(moved.request, self._pool.num_usable, config)
+        except RequestTooLongError as error:
+            raise MigrationRefusedError(f"that worker does not take it: {error}") from None
+        num_blocks = len(moved.host_block_ids)
+        if num_blocks > self._tier.pool.num_free:
+            raise MigrationRefusedError(
+                f"it has {num_blocks} host blocks, and that worker {self._tier.pool.num_free} free"
+            )
+
+    def _queue(self, seq: Sequence) -> None:
+        """Let a sequence wait for admission, with its KV if it has any."""
+        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+        self._waiting.push(seq)
+
+    def _publish_on_host(self, seq: Sequence) -> None:
+        """Let others find the full blocks that came with a sequence."""
+        if not self.config.enable_prefix_caching:
+            return
+        num_full = seq.num_computed_tokens // self.config.block_size
+        root = root_hash(seq.request.cache_salt)
+        extend_chain(seq.block_hashes, root, seq.token_ids, self.config.block_size)
+        blocks = seq.host_block_ids[:num_full]  # none if it computes again
+        self._tier.pool.publish(blocks, seq.block_hashes[: len(blocks)])
+
+
+def _moved(seq: Sequence) -> MovedSequence:
+    return MovedSequence(
+        output_index=seq.output_index,
+        host_block_ids=seq.host_block_ids,
+        num_computed_tokens=seq.num_computed_tokens,
+        num_charged_tokens=seq.num_charged_tokens,
+        num_cached_tokens=seq.num_cached_tokens,
+        was_admitted=seq.was_admitted,
+    )
+
+
+def _by_request(seqs: list[Sequence]) -> list[list[Sequence]]:
+    groups: dict[int, list[Sequence]] = {}
+    for seq in seqs:
+        groups.setdefault(id(seq.request), []).append(seq)
+    return list(groups.values())

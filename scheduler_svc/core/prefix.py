@@ -1,0 +1,90 @@
+"""Finds the KV that a sequence need not compute: on the device, then on the host, then on disk."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.tiers.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class FoundKv:
+    """KV that a sequence need not compute: the blocks of its table's beginning, tier by tier."""
+
+    ready: list[DeviceBlockId]
+    """Blocks that it shares."""
+    loading: list[DeviceBlockId]
+    """Blocks that it shares and that are being swapped in."""
+    sources: list[HostBlockId]
+    """Blocks to be swapped in for it."""
+    num_tokens: int
+    """Tokens whose KV they hold; the last source may be partly filled."""
+
+
+class KvLookup:
+    """Looks things up; changes nothing but the hashes that a sequence remembers."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], tier: HostTier
+    ) -> None:
+        self._block_size = config.block_size
+        self._is_enabled = config.enable_prefix_caching
+        self._pool = pool
+        self._tier = tier
+
+    def find(self, seq: Sequence) -> FoundKv:
+        """Look up what a queued sequence need not compute.
+
+        At least one token is left to compute: its logits are needed.
+        """
+        is_swapped = seq.status is SeqStatus.SWAPPED
+        num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
+        hashes = self._hashes(seq, num_known)
+        ready = self._pool.find(hashes)
+        if is_swapped:
+            return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
+        loading, sources = self._tier.find(hashes[len(ready) :])
+        num_found = len(ready) + len(loading) + len(sources)
+        return FoundKv(ready, loading, sources, num_found * self._block_size)
+
+    def past_device(self, seq: Sequence) -> list[BlockHash]:
+        """Return the hashes of what a waiting sequence needs and the device does not have."""
+        hashes = self._hashes(seq, len(seq.token_ids) - 1)
+        return hashes[len(self._pool.find(hashes)) :]
+
+    def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks of the first tokens, if they may be found at all."""
+        may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
+        if not (self._is_enabled and may_find):
+            return []
+        root = root_hash(seq.request.cache_salt)
+        extend_chain(seq.block_hashes, root, seq.token_ids, self._block_size)
+        return seq.block_hashes[: num_tokens // self._block_size]
+
+    def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
+        """Look up what follows the full blocks that a sequence will share in any case."""
+        found = self.find(seq)
+        if len(found.ready) < len(shared):
+            return FoundKv(shared, [], [], len(shared) * self._block_size)
+        ready = shared + found.ready[len(shared) :]
+        return FoundKv(ready, found.loading, found.sources, found.num_tokens)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a prompt the prefix cache has, of all but the last."""
+        if not (self._is_enabled and request.reads_prefix_cache):
+            return 0
+        hashes: list[BlockHash] = []
+        root = root_hash(request.cache_salt)
+        extend_chain(hashes, root, request.prompt_token_ids[:-1], self._block_size)
+        return self.num_cached_blocks(hashes) * self._block_size
+
+    def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
+        """Return how many blocks of a prompt the prefix cache has, of those with `hashes`."""
+        num_found = len(self._pool.find(hashes))
+        loading, sources = self._tier.find(hashes[num_found:])
+        num_found += len(loading) + len(sources)
+        return num_found + len(self._tier.disk.pool.find(hashes[num_found:]))

@@ -1,0 +1,135 @@
+"""The sequences that wait for admission: which goes first, and whose deadline has passed.
+
+They stand in lines: one for each lane, band and account. Within a line the order is fixed, and the
+first of all is the first of some line of the first band, so that finding it costs O(accounts).
+"""
+
+from bisect import bisect_left, insort
+
+from scheduler_svc.core.policies.policy import Key, Policy, Rank, rank
+from scheduler_svc.core.request import SeqId
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.structures.marked_heap import MarkedHeap
+
+
+class WaitingQueue:
+    """Two lanes, so that short prompts can overtake long ones when these may not start."""
+
+    def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
+        """A prompt of more than `long_prefill_threshold` tokens is long; 0: none is."""
+        self._policy = policy
+        self._threshold = long_prefill_threshold
+        self._short = _Lane(policy)
+        self._long = _Lane(policy)
+        self._seq_id_to_lane: dict[SeqId, _Lane] = {}
+        self.num_swapped = 0
+        """Sequences that have KV on the host or the disk."""
+        self._seq_id_to_tokens: dict[SeqId, int] = {}
+        self.num_tokens = 0
+        """Known tokens that they have to compute, as far as is known."""
+        self.num_short_tokens = 0
+        """Those of them that are not of a long prompt."""
+        self.num_short = 0
+        """Sequences whose prompt is not long."""
+        self._num_waiting: dict[str, int] = {}  # by account
+        self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
+
+    def __len__(self) -> int:
+        return len(self._seq_id_to_lane)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.seq_id in self._seq_id_to_lane
+
+    def push(self, seq: Sequence) -> None:
+        """Add a sequence."""
+        num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
+        num_tokens = len(seq.token_ids) - num_computed
+        self._seq_id_to_tokens[seq.seq_id] = num_tokens
+        is_long = 0 < self._threshold < num_tokens
+        lane = self._long if is_long else self._short
+        self._count(lane, num_tokens)
+        self.num_short += not is_long
+        self.num_swapped += seq.status is SeqStatus.SWAPPED
+        self._seq_id_to_lane[seq.seq_id] = lane
+        account = seq.place.account
+        count = self._num_waiting.get(account, 0)
+        self._num_waiting[account] = count + 1
+        if count == 0:
+            self._policy.began_waiting(account)
+        lane.push(seq)
+        if seq.request.deadline is not None:
+            self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
+
+    def expect(self, seq: Sequence, num_cached_tokens: int) -> None:
+        """Note that the prefix cache has so many tokens of a waiting sequence, as things are."""
+        self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
+        self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a waiting sequence out, wherever it is, before its status changes."""
+        self.num_swapped -= seq.status is SeqStatus.SWAPPED
+        lane = self._seq_id_to_lane.pop(seq.seq_id)
+        lane.remove(seq)
+        self.num_short -= lane is self._short
+        self._count(lane, -self._seq_id_to_tokens.pop(seq.seq_id))
+        self._deadlines.discard(seq)
+        account = seq.place.account
+        self._num_waiting[account] -= 1
+        if self._num_waiting[account] == 0:
+            del self._num_waiting[account]
+            self._policy.stopped_waiting(account)
+
+    def first(self, *, may_be_long: bool = True) -> Sequence | None:
+        """Return the first in order, of the short ones or of all; it stays."""
+        if not self._seq_id_to_lane:
+            return None
+        lanes = (self._short, self._long) if may_be_long else (self._short,)
+        heads = [head for lane in lanes if (head := lane.first()) is not None]
+        return min(heads, key=_rank)[1] if heads else None
+
+    def first_expired(self, now: float) -> Sequence | None:
+        """Return the one whose deadline passed first, if one's has; it stays."""
+        head = self._deadlines.first()
+        return head[1] if head is not None and head[0][0] <= now else None
+
+    def _count(self, lane: "_Lane", num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.num_short_tokens += num_tokens if lane is self._short else 0
+
+
+class _Lane:
+    """The lines of one lane."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._bands: list[Key] = []  # sorted: those that have lines
+        self._lines: dict[Key, dict[str, MarkedHeap[Sequence]]] = {}
+
+    def push(self, seq: Sequence) -> None:
+        place = seq.place
+        if place.band not in self._lines:
+            insort(self._bands, place.band)
+            self._lines[place.band] = {}
+        line = self._lines[place.band].setdefault(place.account, MarkedHeap())
+        line.push(place.key, seq, seq.seq_id)
+
+    def remove(self, seq: Sequence) -> None:
+        place = seq.place
+        lines = self._lines[place.band]
+        lines[place.account].discard(seq)
+        if not lines[place.account]:
+            del lines[place.account]
+        if not lines:
+            del self._lines[place.band]
+            del self._bands[bisect_left(self._bands, place.band)]
+
+    def first(self) -> tuple[Rank, Sequence] | None:
+        """Return the first in order, with its rank."""
+        if not self._bands:
+            return None
+        seqs = [head[1] for line in self._lines[self._bands[0]].values() if (head := line.first())]
+        return min(((rank(self._policy, s.place, s.seq_id), s) for s in seqs), key=_rank)
+
+
+def _rank(head: tuple[Rank, Sequence]) -> Rank:
+    return head[0]

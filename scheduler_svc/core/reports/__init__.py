@@ -1,0 +1,1 @@
+"""Snapshots of a core for people and metrics."""

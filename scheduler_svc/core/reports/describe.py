@@ -1,0 +1,217 @@
+"""Who holds which blocks of a core, tier by tier and sequence by sequence; changes nothing."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.blocks import BlockIdT, BlockPool
+from scheduler_svc.core.plan import Int32Array, ints
+from scheduler_svc.core.request import SeqId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+
+MAX_SEQUENCES: Final = 1024
+"""Most sequences of one description."""
+MAX_TABLE_BLOCKS: Final = 65_536
+"""Most block numbers in the tables of one description, unless one sequence alone has more."""
+MAX_BLOCKS: Final = 65_536
+"""Most blocks of a tier whose states are in one description."""
+
+
+class Tier(Enum):
+    """Where blocks are."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class BlockState(IntEnum):
+    """What a block is; of those that are true of it the greatest."""
+
+    BLANK = 1
+    CACHED = 2
+    PINNED = 3
+    HELD = 4
+    SHARED = 5
+    RETIRED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which part is wanted; the constants of this module are the limits."""
+
+    first_seq_id: int = 0
+    max_sequences: int = 256
+    first_block: int = 0
+    max_blocks: int = MAX_BLOCKS
+    with_ref_counts: bool = False
+    with_block_tables: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierDescription:
+    """The blocks of one tier; the counts are of all of them, the arrays of those asked for."""
+
+    tier: Tier
+    num_blocks: int
+    state_to_num_blocks: dict[BlockState, int]
+    states: npt.NDArray[np.uint8]
+    """uint8[N], the `BlockState` of each block from the query's `first_block` on."""
+    ref_counts: Int32Array
+    """int32[N], parallel to it, or empty."""
+    next_block: int | None
+    """The first block left out; None: none is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceDescription:
+    """One live sequence."""
+
+    seq_id: SeqId
+    request_id: str
+    output_index: int
+    status: SeqStatus
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is there, in any tier."""
+    num_cached_tokens: int
+    num_device_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+    num_shared_blocks: int
+    """Device blocks of it that others hold too."""
+    device_block_ids: Int32Array
+    """Its block table, if asked for."""
+    host_block_ids: Int32Array
+    disk_block_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """A core between two steps."""
+
+    block_size: int
+    bytes_per_block: int
+    tiers: tuple[TierDescription, ...]
+    sequences: tuple[SequenceDescription, ...]
+    """By number."""
+    num_sequences: int
+    """All that are live."""
+    next_seq_id: SeqId | None
+    """The first sequence left out; None: none is."""
+
+
+def describe(core: Scheduler, query: Query) -> Description:
+    """Describe a core; it takes time in proportion to its blocks and live sequences.
+
+    Raises:
+        ValueError: A number of the query is beyond its limit.
+    """
+    _check(query)
+    live = sorted(core._live, key=lambda seq: seq.seq_id)  # noqa: SLF001
+    wanted = [seq for seq in live if seq.seq_id >= query.first_seq_id]
+    described = tuple(islice(_sequences(core, wanted, query), query.max_sequences))
+    left_out = wanted[len(described) :]
+    return Description(
+        block_size=core.config.block_size,
+        bytes_per_block=core.config.bytes_per_block,
+        tiers=tuple(_tiers(core, query)),
+        sequences=described,
+        num_sequences=len(live),
+        next_seq_id=left_out[0].seq_id if left_out else None,
+    )
+
+
+def _check(query: Query) -> None:
+    limits = {"max_sequences": MAX_SEQUENCES, "max_blocks": MAX_BLOCKS}
+    for name, limit in limits.items():
+        if not 0 <= getattr(query, name) <= limit:
+            raise ValueError(f"{name} is {getattr(query, name)}; it must be in [0, {limit}]")
+
+
+def _tiers(core: Scheduler, query: Query) -> Iterator[TierDescription]:
+    pinned = list(core._pins._ends)  # noqa: SLF001
+    yield _describe_pool(Tier.DEVICE, core._pool, pinned, query)  # noqa: SLF001
+    if core.config.num_host_blocks:
+        yield _describe_pool(Tier.HOST, core._tier.pool, [], query)  # noqa: SLF001
+    if core.config.num_disk_blocks:
+        yield _describe_pool(Tier.DISK, core._tier.disk.pool, [], query)  # noqa: SLF001
+
+
+def _describe_pool(
+    tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query
+) -> TierDescription:
+    ref_counts = np.array(pool._ref_counts, np.int32)  # noqa: SLF001
+    ref_counts[pinned] -= 1  # whom a pin keeps for is told apart from who uses it
+    has_hash = np.array([each is not None for each in pool._hashes], np.bool_)  # noqa: SLF001
+    states = np.full(pool.num_blocks, BlockState.BLANK, np.uint8)
+    states[has_hash] = BlockState.CACHED
+    states[pinned] = BlockState.PINNED
+    states[ref_counts == 1] = BlockState.HELD
+    states[ref_counts > 1] = BlockState.SHARED
+    states[pool.num_usable :][ref_counts[pool.num_usable :] == 0] = BlockState.RETIRED
+    counts = np.bincount(states, minlength=max(BlockState) + 1).tolist()
+    end = query.first_block + query.max_blocks
+    return TierDescription(
+        tier=tier,
+        num_blocks=pool.num_blocks,
+        state_to_num_blocks={state: counts[state] for state in BlockState},
+        states=states[query.first_block : end],
+        ref_counts=ref_counts[query.first_block : end] if query.with_ref_counts else ints([]),
+        next_block=end if query.max_blocks and end < pool.num_blocks else None,
+    )
+
+
+def _sequences(
+    core: Scheduler, seqs: list[Sequence], query: Query
+) -> Iterator[SequenceDescription]:
+    """Describe sequences until their tables are too long together."""
+    num_table_blocks = 0
+    for seq in seqs:
+        if query.with_block_tables:
+            num_blocks = sum(map(len, _tables(seq)))
+            if num_table_blocks and num_table_blocks + num_blocks > MAX_TABLE_BLOCKS:
+                return
+            num_table_blocks += num_blocks
+        yield _describe_sequence(core, seq, with_tables=query.with_block_tables)
+
+
+def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> SequenceDescription:
+    num_tokens, num_computed = len(seq.token_ids), seq.num_computed_tokens
+    if seq.row is not None:
+        num_tokens = core._rows.num_tokens(seq.row)  # noqa: SLF001
+        num_computed = core._running.num_computed_tokens(seq)  # noqa: SLF001
+    elif not (seq.host_block_ids or seq.disk_block_ids):
+        num_computed = 0
+    device, host, disk = map(ints, _tables(seq) if with_tables else ((), (), ()))
+    pool, pins = core._pool, core._pins  # noqa: SLF001
+    num_shared = sum(pool.ref_count(block) - (block in pins) > 1 for block in seq.block_ids)
+    return SequenceDescription(
+        seq_id=seq.seq_id,
+        request_id=seq.request.request_id,
+        output_index=seq.output_index,
+        status=seq.status,
+        num_tokens=num_tokens,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_computed_tokens=num_computed,
+        num_cached_tokens=seq.num_cached_tokens,
+        num_device_blocks=len(seq.block_ids),
+        num_host_blocks=len(seq.host_block_ids),
+        num_disk_blocks=len(seq.disk_block_ids),
+        num_shared_blocks=num_shared,
+        device_block_ids=device,
+        host_block_ids=host,
+        disk_block_ids=disk,
+    )
+
+
+def _tables(seq: Sequence) -> tuple[Seq[int], Seq[int], Seq[int]]:
+    return seq.block_ids, seq.host_block_ids, seq.disk_block_ids

@@ -1,0 +1,1 @@
+"""Decoding where a step brings several tokens."""

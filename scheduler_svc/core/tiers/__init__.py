@@ -1,0 +1,1 @@
+"""KV below the device: host and disk."""

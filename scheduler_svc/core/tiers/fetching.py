@@ -1,0 +1,258 @@
+"""Sequences that wait for the disk: what they need is loaded to the host before their turn comes.
+
+There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits
+and finds a part of its prompt on the disk, past what the device has: what there is no room for, or
+cannot be loaded, it computes. Both are FETCHING meanwhile, out of the queue, and go back to their
+place in it when the last load that they wait for has ended; others run meanwhile.
+"""
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
+from scheduler_svc.core.cache.block_hash import BlockHash
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.plan import StepOutcome
+from scheduler_svc.core.prefix import KvLookup
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.tiers.costs import Costs
+from scheduler_svc.core.tiers.host_room import HostRoom
+from scheduler_svc.core.tiers.host_tier import HostTier
+
+_Known = tuple[DiskBlockId, BlockHash | None]
+"""A disk block, and the hash of its content if that may be found."""
+
+
+class Turn(Enum):
+    """What becomes of the first in the queue."""
+
+    READY = auto()
+    """It needs nothing from the disk, or nothing that there is room for."""
+    FETCHING = auto()
+    """It has left the queue."""
+    LATER = auto()
+    """It is swapped, and what it needs cannot be loaded yet."""
+
+
+class Fetching:
+    """Takes sequences out of the queue, and brings them back."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        lookup: KvLookup,
+        tier: HostTier,
+        room: HostRoom,
+        waiting: WaitingQueue,
+    ) -> None:
+        self._block_size = config.block_size
+        self._is_enabled = config.num_disk_blocks > 0
+        self._costs = Costs(config)
+        self._lookup = lookup
+        self._tier = tier
+        self._disk = tier.disk
+        self._room = room
+        self._waiting = waiting
+        self._awaited: dict[Sequence, set[HostBlockId]] = {}
+        self._waiters: dict[HostBlockId, set[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._awaited)
+
+    @property
+    def num_swapped(self) -> int:
+        """Those that are swapped."""
+        return sum(bool(seq.disk_block_ids) for seq in self._awaited)
+
+    # --- there ----------------------------------------------------------------------------------
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Let a new sequence wait; what it can have from the disk is fetched ahead of its turn.
+
+        Half of the host is left to others.
+        """
+        room = self._tier.pool.num_free - self._tier.pool.num_blocks // 2
+        if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
+            self._waiting.push(seq)
+
+    def at_turn(self, seq: Sequence, *, has_room: bool) -> Turn:
+        """Fetch what the first in the queue needs.
+
+        Args:
+            seq: It.
+            has_room: Whether the device could take it: then others give up room on the host.
+        """
+        if not self._is_enabled:
+            return Turn.READY
+        if seq.status is SeqStatus.SWAPPED:
+            return self._fetch_spilled(seq, has_room=has_room)
+        if self._fetch_prefix(seq, self._tier.pool.num_free, may_be_part=True):
+            return Turn.FETCHING
+        return Turn.READY
+
+    def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
+        """Hold what the host has of a prefix that goes on past the device, and load the rest.
+
+        Args:
+            seq: A waiting sequence, in the queue or not.
+            room: So many free host blocks may be taken.
+            may_be_part: Whether to go as far as they suffice, or not to begin.
+
+        Returns:
+            Whether there is something to wait for.
+        """
+        hashes = self._lookup.past_device(seq)
+        num_on_host = len(self._tier.pool.find(hashes))
+        if not self._disk.pool.find(hashes[num_on_host : num_on_host + 1]):
+            return False  # as most often, each time that the first in the queue is looked at
+        held: list[HostBlockId] = []
+        loads: list[_Known] = []
+        num_spared = 0
+        for block_hash in hashes:
+            source = None
+            if not (on_host := self._tier.pool.find([block_hash])):
+                if not (on_disk := self._disk.pool.find([block_hash])):
+                    break
+                source = on_disk[0]
+                target = self._disk.target(source)
+                on_host = [] if target is None else [target]
+            room -= not on_host or self._tier.pool.ref_count(on_host[0]) == 0
+            if room < 0:
+                if may_be_part:
+                    break
+                return False
+            if source is None:
+                held += on_host
+            else:
+                loads.append((source, block_hash))
+            num_spared += bool(loads)
+        if not loads or not self._costs.should_load(len(loads), num_spared * self._block_size):
+            return False
+        fetched = {*seq.fetched_block_ids}
+        held = [block for block in held if block not in fetched]
+        self._tier.pool.share(held)
+        seq.fetched_block_ids += (*held, *self._begin(seq, loads))
+        return True
+
+    def _fetch_spilled(self, seq: Sequence, *, has_room: bool) -> Turn:
+        """Bring a swapped sequence's blocks back, if any have gone to the disk."""
+        if not seq.disk_block_ids:
+            return Turn.READY
+        pool, num_kept = self._tier.pool, len(seq.host_block_ids)
+        num_full = seq.num_computed_tokens // self._block_size
+        hashes = seq.block_hashes[:num_full][num_kept:]
+        places: list[HostBlockId | None] = []  # those on the host again, or on their way
+        for index, source in enumerate(seq.disk_block_ids):
+            found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
+            places.append(found[0] if found else self._disk.target(source))
+            if places[-1] is None and self._disk.is_storing(source):
+                return Turn.LATER
+        there = [place for place in places if place is not None]
+        pool.share(there)  # before others give up theirs
+        num_missing = len(places) - len(there)
+        if num_missing > pool.num_free and not (
+            has_room and self._room.make_for_fetch(seq, num_missing)
+        ):
+            pool.drop(there)
+            return Turn.LATER
+        padded = [*hashes, *[None] * (len(places) - len(hashes))]
+        missing = [
+            (source, block_hash)
+            for source, block_hash, place in zip(seq.disk_block_ids, padded, places, strict=True)
+            if place is None
+        ]
+        loading = iter(self._begin(seq, missing, there))
+        seq.host_block_ids += tuple(next(loading) if p is None else p for p in places)
+        if not self._awaited[seq]:
+            self._come_back(seq)
+        return Turn.FETCHING
+
+    def _begin(
+        self, seq: Sequence, loads: Iterable[_Known], there: Iterable[HostBlockId] = ()
+    ) -> list[HostBlockId]:
+        """Take a sequence out of the queue, and let it wait for loads.
+
+        Args:
+            seq: It is in the queue, or about to be.
+            loads: What it waits for; those under way already are shared.
+            there: Host blocks that it holds, which may be targets of loads under way.
+
+        Returns:
+            The loads' host blocks, of which the sequence is a holder.
+        """
+        loads = list(loads)
+        # Held before anything is allocated, which may evict what is found on either tier.
+        self._disk.pool.share([source for source, _ in loads])
+        targets = []
+        for source, block_hash in loads:
+            if (target := self._disk.target(source)) is None:
+                target = self._tier.take_free()
+                self._disk.load(source, target, block_hash)
+            self._tier.pool.share([target])
+            targets.append(target)
+        self._disk.pool.drop([source for source, _ in loads])
+        awaited = {block for block in (*targets, *there) if self._disk.is_loading_to(block)}
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+        seq.move(SeqStatus.FETCHING)
+        self._awaited[seq] = awaited
+        for target in awaited:
+            self._waiters.setdefault(target, set()).add(seq)
+        return targets
+
+    # --- and back -------------------------------------------------------------------------------
+
+    def answer(self, outcome: StepOutcome) -> None:
+        """Take the ends of disk moves; who waited for the last of them is in the queue again."""
+        self._disk.answer(outcome)
+        for block in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):
+            for seq in self._room.spilled_to(block):
+                self._give_up(seq)
+        for target in map(HostBlockId, outcome.failed_host_block_ids.tolist()):
+            for seq in self._pop_waiters(target):
+                if seq.disk_block_ids:
+                    self._give_up(seq)
+                else:
+                    self._tier.pool.drop([target])
+                    seq.fetched_block_ids = tuple(b for b in seq.fetched_block_ids if b != target)
+                    self._arrive(seq, target)
+        for target in map(HostBlockId, outcome.loaded_host_block_ids.tolist()):
+            for seq in self._pop_waiters(target):
+                self._arrive(seq, target)
+
+    def stop(self, seq: Sequence) -> None:
+        """Let a sequence wait no longer; its loads go on, for the cache."""
+        for target in self._awaited.pop(seq):
+            if (waiters := self._waiters.get(target)) is not None:
+                waiters.discard(seq)
+                if not waiters:
+                    del self._waiters[target]
+
+    def first_expired(self, now: float) -> Sequence | None:
+        """Return one whose deadline has passed, if one's has."""
+        for seq in self._awaited:
+            if seq.request.deadline is not None and seq.request.deadline <= now:
+                return seq
+        return None
+
+    def _pop_waiters(self, target: HostBlockId) -> list[Sequence]:
+        return sorted(self._waiters.pop(target, ()), key=lambda seq: seq.seq_id)
+
+    def _arrive(self, seq: Sequence, target: HostBlockId) -> None:
+        self._awaited[seq].discard(target)
+        if not self._awaited[seq]:
+            self._come_back(seq)
+
+    def _come_back(self, seq: Sequence) -> None:
+        self.stop(seq)
+        seq.move(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
+        self._disk.pool.drop(seq.disk_block_ids)
+        seq.disk_block_ids = ()
+        self._waiting.push(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
+        """Let a swapped sequence whose KV cannot be had any more compute it again."""
+        if seq.status is SeqStatus.FETCHING:
+            self._come_back(seq)
+        self._room.give_up(seq)

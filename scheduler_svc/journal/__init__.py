@@ -1,0 +1,1 @@
+"""Records what a core was told and planned, and replays it."""

@@ -1,0 +1,1 @@
+"""Operators' calls: adapters, models, moves, pool sizes, drains."""

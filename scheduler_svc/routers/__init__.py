@@ -1,0 +1,1 @@
+"""The streams of routers, and the requests that their clients may resume."""

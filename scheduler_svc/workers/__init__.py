@@ -1,0 +1,1 @@
+"""The workers: one engine and one scheduler core for each."""
