@@ -6,7 +6,8 @@ The most is measured in the same run: bytes per second of a large read and of a 
 better one, and operations per second of a large matrix product. Each kernel is timed from a CUDA
 graph with a cold cache (`kernels/tuning/timing.py`). Attention stands beside torch's SDPA and, for
 some shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the
-others stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16 to 128.
+others stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16
+to 128.
 
 A kernel that fails is a row that says why; the others go on. `--cpu-smoke` runs every case with
 tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.

@@ -21,7 +21,7 @@ def test_every_entry_point_s_flags_are_told_of():
     parsing = {
         name
         for name in modules
-        if "parse_settings(" in (ROOT / "quire" / "cli" / f"{name}.py").read_text()
+        if "parse_settings(" in (ROOT / "quire" / "cli" / "commands" / f"{name}.py").read_text()
     }
     assert {name.removeprefix("quire ").replace("-", "_") for name in commands()} == parsing
 
