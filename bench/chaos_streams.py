@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from contract.errors import QuireError, TooBusyError, UnavailableError
 from quire.client import AsyncClient, OutputDelta, OutputFinished, SamplingParams
 from quire.client.retry import Retry
 from quire.client.types import StructuredOutput
-from rpc.errors import QuireError, TooBusyError, UnavailableError
 
 _RETRY = Retry(resume_within_s=120.0)
 _ASK_AGAIN_S = 0.2

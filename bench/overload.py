@@ -36,10 +36,10 @@ import numpy as np
 import uvloop
 from chaos_process import Process
 
+from contract.errors import TooBusyError
 from quire.cli.up import ports
 from quire.v1 import common_pb2, inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.errors import TooBusyError
 from rpc.peers.channel import open_channel
 from rpc.status import PUSHBACK_KEY, status_to_error
 

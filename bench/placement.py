@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
+from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepPlan

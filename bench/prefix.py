@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
+from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import Int32Array, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId

@@ -21,7 +21,7 @@ from subprocess import DEVNULL, PIPE
 
 import numpy as np
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId

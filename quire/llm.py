@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias, TypeVar, Unpack
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from contract.errors import InvalidArgumentError, TooBusyError
 from quire.client import DEFAULT_SAMPLING, AsyncClient
 from quire.client.closes import Closes
 from quire.client.types import (
@@ -32,7 +33,6 @@ from quire.client.types import (
     Usage,
 )
 from quire.private_service import PrivateService
-from rpc.errors import InvalidArgumentError, TooBusyError
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from contract.errors import DeadlineExceededError, UnavailableError
 from quire.client import Client
 from quire.client.closes import Closes
-from rpc.errors import DeadlineExceededError, UnavailableError
 
 _POLL_S: Final = 0.1
 _STOP_S: Final = 30.0

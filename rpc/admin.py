@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import structlog
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.errors import InvalidArgumentError
 from rpc.security.operators import Operators
 
 ADMIN_SERVICE_NAME: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name

@@ -15,7 +15,7 @@ from google.protobuf.any_pb2 import Any as AnyProto
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from rpc import errors
+from contract import errors
 from rpc.handlers import rewrapped
 from rpc.security.tls import explain
 

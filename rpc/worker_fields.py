@@ -1,6 +1,6 @@
 """Fields of requests that a worker alone honours, where others take the same message."""
 
-from rpc.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError
 
 
 def refuse_epoch(epoch: int) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import structlog
 
-from rpc.errors import StaleEpochError
+from contract.errors import StaleEpochError
 from rpc.observe import instruments
 from rpc.server import run
 from rpc.settings import parse_settings

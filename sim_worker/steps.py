@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from gpu_worker import metrics
 from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.sampling.params import SamplingTable
@@ -24,7 +25,6 @@ from gpu_worker.step.messages import (
     TokenLogprob,
 )
 from gpu_worker.step.rows import Rows, ScheduledRows
-from rpc.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource

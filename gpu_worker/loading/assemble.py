@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from contract.errors import FailedPreconditionError, InvalidArgumentError
 from gpu_worker import metrics
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.part import ModelPart, load_part
@@ -26,7 +27,6 @@ from gpu_worker.step.executor import Executor
 from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
-from rpc.errors import FailedPreconditionError, InvalidArgumentError
 
 _GIB = 1024**3
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from gpu_worker.parallel.leader import Leader
-from gpu_worker.service.adapters import AdapterServicer
-from gpu_worker.service.api import WorkerService
-from gpu_worker.settings import WorkerSettings
-from gpu_worker.weights.json_fields import ModelError
-from rpc.errors import (
+from contract.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     UnavailableError,
     UnimplementedError,
 )
+from gpu_worker.parallel.leader import Leader
+from gpu_worker.service.adapters import AdapterServicer
+from gpu_worker.service.api import WorkerService
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
 from rpc.health.state import Health
 from rpc.tasks.shielded import retrieve
 

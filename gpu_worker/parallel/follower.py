@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
+from contract.errors import QuireError
 from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.service.step_wire import step_input_from_proto
 from quire.v1 import worker_pb2
-from rpc.errors import QuireError
 
 if TYPE_CHECKING:
     from gpu_worker.step.executor import Executor, LaunchedStep

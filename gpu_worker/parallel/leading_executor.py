@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from contract.errors import QuireError, UnimplementedError
 from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
@@ -12,7 +13,6 @@ from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.executor import Executor, LaunchedStep
 from gpu_worker.step.messages import StepInput, StepOutput
 from gpu_worker.step.rows import Rows
-from rpc.errors import QuireError, UnimplementedError
 
 
 class LeadingExecutor:

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import grpc.aio
 import structlog
 
+from contract.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnimplementedError,
+)
 from gpu_worker.lora.adapter_id import MAX_ADAPTER_NAME, AdapterId, is_adapter_name
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.description_wire import adapters_to_proto
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
-from rpc.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnimplementedError
 from rpc.grpc_server import Service, service_of
 
 if TYPE_CHECKING:

@@ -9,6 +9,15 @@ from typing import Any, Final
 import grpc.aio
 import structlog
 
+from contract.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    QuireError,
+    UnavailableError,
+    UnimplementedError,
+)
+from contract.heartbeat import LOST_AFTER_S
 from gpu_worker import metrics
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
@@ -30,17 +39,8 @@ from gpu_worker.service.worker_info import WorkerInfo, WorkerState
 from gpu_worker.step.messages import StepOutput
 from gpu_worker.step.runner import Steps
 from quire.v1 import worker_pb2, worker_pb2_grpc
-from rpc.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    QuireError,
-    UnavailableError,
-    UnimplementedError,
-)
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
-from rpc.peers.heartbeat import LOST_AFTER_S
 from rpc.security.tls import ClientTls
 
 _CLOSE_S: Final = 10.0

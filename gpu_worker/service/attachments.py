@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
 from gpu_worker.service.holdings import Holdings
-from rpc.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
 
 
 @dataclass(slots=True)

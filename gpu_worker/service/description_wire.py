@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from contract.packing import pack_int32
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import Level
 from gpu_worker.service.holdings import HeldBlocks, HeldRow, Holdings
 from gpu_worker.service.step_wire import token_logprob_to_proto
 from gpu_worker.service.worker_info import WorkerInfo, WorkerState
 from quire.v1 import common_pb2, worker_pb2
-from rpc.packing import pack_int32
 
 _LEVEL_TO_PROTO: Final = {
     None: common_pb2.MEMORY_LEVEL_UNSPECIFIED,

@@ -3,9 +3,9 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from contract.errors import QuireError
 from gpu_worker.service.attachments import Attachment, Attachments
 from gpu_worker.service.result_stream import ResultStream
-from rpc.errors import QuireError
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from contract.errors import InvalidArgumentError
 from gpu_worker.step.messages import Int32Array
-from rpc.errors import InvalidArgumentError
 
 
 def require_parallel(field: str, values: Int32Array, other: str, others: Int32Array) -> None:

@@ -11,10 +11,10 @@ from zlib import crc32
 import grpc
 import grpc.aio
 
+from contract.errors import UnavailableError
+from contract.packing import pack_int32
 from gpu_worker.step.messages import Int32Array
 from quire.v1 import worker_pb2, worker_pb2_grpc
-from rpc.errors import UnavailableError
-from rpc.packing import pack_int32
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 

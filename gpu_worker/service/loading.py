@@ -4,11 +4,11 @@ from typing import Any
 
 import grpc.aio
 
+from contract.errors import InvalidArgumentError
 from gpu_worker.loading.slot import ModelSlot
 from gpu_worker.service.adapters import absolute_directory
 from gpu_worker.service.api import WorkerService
 from quire.v1 import loading_pb2, loading_pb2_grpc
-from rpc.errors import InvalidArgumentError
 from rpc.grpc_server import Service, service_of
 
 _LOOK_S = 0.1

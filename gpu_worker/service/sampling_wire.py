@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping
 
+from contract.errors import InvalidArgumentError
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from gpu_worker.service.field_checks import require_count, require_number, require_positive
 from quire.v1 import common_pb2
-from rpc.errors import InvalidArgumentError
 
 _MAX_LOGIT_BIASES = 1024
 _MAX_LOGPROBS = 1024

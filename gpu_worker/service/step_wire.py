@@ -5,6 +5,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32, unpack_int32
 from gpu_worker.service.field_checks import (
     require_count,
     require_distinct,
@@ -26,8 +28,6 @@ from gpu_worker.step.messages import (
     TokenLogprob,
 )
 from quire.v1 import common_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, unpack_int32
 
 _IDENTITY_BYTES = 32
 _MAX_PIN_S = 10**6

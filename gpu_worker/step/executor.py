@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.errors import FailedPreconditionError
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -45,7 +46,6 @@ from gpu_worker.step.model_runner import Decoder, ModelRunner
 from gpu_worker.step.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.split import merged
-from rpc.errors import FailedPreconditionError
 from rpc.observe import timeline
 
 

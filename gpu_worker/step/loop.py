@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 import torch
 
+from contract.errors import UnavailableError, UnimplementedError
 from gpu_worker import metrics
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
@@ -24,7 +25,6 @@ from gpu_worker.parallel.leading_executor import AnyExecutor
 from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.executor import LaunchedStep
 from gpu_worker.step.messages import Int32Array, StepInput, StepOutput
-from rpc.errors import UnavailableError, UnimplementedError
 from rpc.observe import timeline
 
 _POLL_S = 0.0002

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from contract.errors import QuireError
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.sampling.params import SamplingParams
-from rpc.errors import QuireError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]

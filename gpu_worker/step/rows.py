@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from contract.errors import InvalidArgumentError
 from gpu_worker.service.holdings import HeldRow
 from gpu_worker.step.messages import (
     BoolArray,
@@ -29,7 +30,6 @@ from gpu_worker.step.messages import (
     StepInput,
     TokenLogprob,
 )
-from rpc.errors import InvalidArgumentError
 
 _NUM_LOGPROBS = 32
 """Kept of each row's last tokens: more than the steps and messages under way have of one, guesses

@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _known_errors() -> tuple[type[Exception], ...]:
+    from contract.errors import QuireError  # noqa: PLC0415
     from quire.cli.command_error import CommandError  # noqa: PLC0415 - after the command's imports
-    from rpc.errors import QuireError  # noqa: PLC0415
 
     return CommandError, QuireError
 

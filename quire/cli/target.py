@@ -6,12 +6,12 @@ from typing import Final
 
 import grpc
 
+from contract.errors import UnavailableError
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
 from quire.cli.settings import RouterClientSettings, SchedulerClientSettings
 from quire.cli.up.service_dir import ServiceDirError, running_services
 from quire.client import Client
-from rpc.errors import UnavailableError
 from rpc.peers.channel import open_blocking_channel
 from rpc.status import calling
 

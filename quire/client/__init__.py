@@ -6,7 +6,7 @@
         for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
-Every method raises what the service says as an error of `rpc.errors`: InvalidArgumentError,
+Every method raises what the service says as an error of `contract.errors`: InvalidArgumentError,
 TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
 deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
 sooner) and whom it is for; what that does is the scheduler's policy.

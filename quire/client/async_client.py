@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
+from contract.errors import QuireError
 from quire.client import questions, wire
 from quire.client.activity_types import WorkerActivity
 from quire.client.attempts import Service
@@ -24,7 +25,6 @@ from quire.client.types import (
     Model,
     SamplingParams,
 )
-from rpc.errors import QuireError
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling

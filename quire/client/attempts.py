@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from contract.errors import QuireError
 from quire.client import wire
 from quire.client.continuation import Continuation
 from quire.client.retry import Retry, RetryBudget
 from quire.client.routers import Routers, Targets, TimeLimit, start_call
 from quire.client.types import Event, GenerateOptions, SamplingParams
 from quire.v1 import inference_pb2
-from rpc.errors import QuireError
 from rpc.transport import Pings
 
 _CANCEL_TIMEOUT_S = 2.0

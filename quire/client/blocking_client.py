@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import TypeVar, Unpack
 
+from contract.errors import QuireError
 from quire.client import questions, wire
 from quire.client.activity_types import WorkerActivity
 from quire.client.attempts import Service
@@ -24,7 +25,6 @@ from quire.client.types import (
     Model,
     SamplingParams,
 )
-from rpc.errors import QuireError
 from rpc.observe import telemetry
 from rpc.peers.channel import open_blocking_channel
 from rpc.security.tls import ClientTls

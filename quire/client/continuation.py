@@ -9,10 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.client.retry import NO_RETRY, Retry, RetryBudget
-from quire.client.types import Event, OutputDelta, OutputFinished, PromptScores, Usage
-from quire.v1 import inference_pb2
-from rpc.errors import (
+from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     NotFoundError,
@@ -20,6 +17,9 @@ from rpc.errors import (
     TooBusyError,
     UnavailableError,
 )
+from quire.client.retry import NO_RETRY, Retry, RetryBudget
+from quire.client.types import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Final
 
+from contract.packing import unpack_int32
 from quire.client.kv_types import KvTier, SequenceKv, SequenceStatus, TierKv, WorkerKv
 from quire.v1 import inference_pb2, kv_pb2
-from rpc.packing import unpack_int32
 
 _TIERS: Final = {
     kv_pb2.KV_TIER_DEVICE: KvTier.DEVICE,

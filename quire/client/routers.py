@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from contract.errors import InvalidArgumentError, QuireError, UnavailableError
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from rpc.errors import InvalidArgumentError, QuireError, UnavailableError
 from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]

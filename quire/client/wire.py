@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from contract.errors import InvalidArgumentError, QuireError
 from quire.client.types import (
     BeamSearch,
     ChatMessage,
@@ -23,7 +24,6 @@ from quire.client.types import (
     Usage,
 )
 from quire.v1 import common_pb2, inference_pb2
-from rpc.errors import InvalidArgumentError, QuireError
 
 _REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,

@@ -12,8 +12,8 @@ from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from contract.errors import UnauthenticatedError
 from router.access.quotas import Quota
-from rpc.errors import UnauthenticatedError
 
 _SCHEME: Final = "bearer"
 _SHA256_PATTERN: Final = r"^[0-9a-fA-F]{64}$"

@@ -11,10 +11,10 @@ import grpc.aio
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from contract.errors import UnauthenticatedError
 from router import metrics
 from router.access.api_keys import ApiKeys
 from router.http.errors import error_response
-from rpc.errors import UnauthenticatedError
 
 _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """They tell nothing of anybody's; a probe has no key."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from contract.errors import InvalidArgumentError
 from router.domain import GenerateRequest
-from rpc.errors import InvalidArgumentError
 
 PRIORITY_KEY: Final = "x-quire-priority"
 TENANT_KEY: Final = "x-quire-tenant"

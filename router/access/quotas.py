@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rpc.errors import InvalidArgumentError, TooBusyError
+from contract.errors import InvalidArgumentError, TooBusyError
 
 _MINUTE_S: Final = 60.0
 

@@ -3,9 +3,9 @@
 import hashlib
 from dataclasses import replace
 
+from contract.errors import PermissionDeniedError
 from router.access.api_keys import current_caller
 from router.domain import GenerateRequest
-from rpc.errors import PermissionDeniedError
 
 
 def claim(request: GenerateRequest) -> GenerateRequest:

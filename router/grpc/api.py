@@ -1,5 +1,6 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
+from contract.errors import InvalidArgumentError, QuireError
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.priority import TENANT_KEY, with_precedence
 from router.domain import (
@@ -24,7 +25,6 @@ from router.grpc.wire import (
 )
 from router.request.inference import Inference
 from router.request.live import LiveRequest
-from rpc.errors import InvalidArgumentError, QuireError
 from rpc.grpc_server import Service, service_of
 
 

@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from contract.errors import DeadlineExceededError, QuireError, UnavailableError
 from router.domain import FinishReason, OutputFinished
 from router.schedulers.wire import error_from_code
-from rpc.errors import DeadlineExceededError, QuireError, UnavailableError
 
 CallContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

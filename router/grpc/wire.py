@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2, inference_pb2
 from router.domain import (
     BeamSearch,
@@ -24,7 +25,6 @@ from router.domain import (
     TokenLogprob,
     Usage,
 )
-from rpc.errors import InvalidArgumentError
 
 FINISH_REASON_TO_PROTO: Final = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,

@@ -13,6 +13,7 @@ from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 from pydantic import ValidationError
 
+from contract.errors import InvalidArgumentError, NotFoundError
 from router.access.priority import with_precedence
 from router.http.errors import (
     REQUEST_ID_HEADER,
@@ -33,7 +34,6 @@ from router.http.responses.objects import model_json
 from router.http.web_pages import PageGuard, check_json
 from router.operations.adapters import Adapters
 from router.request.inference import Inference
-from rpc.errors import InvalidArgumentError, NotFoundError
 from rpc.observe import telemetry
 
 MAX_BODY_BYTES = 16 * 2**20

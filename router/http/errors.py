@@ -9,9 +9,7 @@ from aiohttp import web
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from router.domain import FinishReason, OutputFinished
-from router.http.json_text import excerpt, json_bytes
-from rpc.errors import (
+from contract.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -20,6 +18,8 @@ from rpc.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from router.domain import FinishReason, OutputFinished
+from router.http.json_text import excerpt, json_bytes
 
 log = structlog.get_logger()
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from contract.errors import UnimplementedError
 from router.http.json_text import excerpt
-from rpc.errors import UnimplementedError
 
 
 class Schema(BaseModel):

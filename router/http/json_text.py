@@ -6,7 +6,7 @@ against 3.3), and a quarter of a pydantic model's `model_dump_json`.
 
 from pydantic_core import from_json, to_json
 
-from rpc.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError
 
 MAX_EXCERPT_CHARS = 80
 

@@ -2,10 +2,10 @@
 
 from types import MappingProxyType
 
+from contract.errors import InvalidArgumentError
 from router.http.errors import error_in_words_of
 from router.http.json_object import Schema
 from router.operations.adapters import Adapters
-from rpc.errors import InvalidArgumentError
 
 _FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
 

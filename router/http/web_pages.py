@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from contract.errors import PermissionDeniedError
 from router.http.errors import UnsupportedMediaTypeError
 from router.http.json_text import excerpt
-from rpc.errors import PermissionDeniedError
 
 _JSON = "application/json"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Final
 
+from contract.errors import InvalidArgumentError, QuireError
 from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
 from router.access.priority import with_precedence
 from router.domain import OutputDelta, OutputFinished, Usage
@@ -23,7 +24,6 @@ from router.kserve.wire import (
 )
 from router.request.inference import Inference
 from router.request.live import LiveRequest
-from rpc.errors import InvalidArgumentError, QuireError
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024

@@ -7,12 +7,12 @@ from typing import Final
 
 from pydantic import ConfigDict, ValidationError
 
+from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
 from router.http.errors import error_from_validation
 from router.http.json_text import excerpt
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.kserve.tensors import Element
-from rpc.errors import InvalidArgumentError
 
 _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
 """Fields whose tensor may have any number of elements."""

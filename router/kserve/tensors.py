@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
-from rpc.errors import InvalidArgumentError
 
 Element: TypeAlias = bool | int | float | bytes
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from contract.errors import InvalidArgumentError, NotFoundError
 from quire.kserve import open_inference_pb2
 from router.domain import GenerateRequest, ModelInfo
 from router.kserve.fields import Fields, fields_from_proto, text_of
 from router.kserve.tensors import OutputTensor, inputs_from_proto, outputs_to_proto
-from rpc.errors import InvalidArgumentError, NotFoundError
 
 MODEL_VERSION: Final = "1"
 FINAL_PARAMETER: Final = "triton_final_response"

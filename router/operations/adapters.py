@@ -7,11 +7,11 @@ from typing import Final, TypeVar
 
 import structlog
 
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError
 from router.domain import HeldAdapter, LoadedAdapter
 from router.schedulers.pool import Schedulers
 from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.served_model import ServedModel
-from rpc.errors import InvalidArgumentError, NotFoundError, QuireError
 from rpc.security.operators import Operators
 from rpc.tasks.shielded import Finishing
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import structlog
 
+from contract.errors import NotFoundError, QuireError, UnavailableError
 from router.domain import LoadProgress, UnloadedWorker
 from router.schedulers.loading import SchedulerLoading
 from router.schedulers.pool import Schedulers
-from rpc.errors import NotFoundError, QuireError, UnavailableError
 from rpc.security.operators import Operators
 from rpc.tasks.merging import merged
 

@@ -4,10 +4,10 @@ import asyncio
 
 from opentelemetry.trace import Span, SpanKind
 
+from contract.errors import AlreadyExistsError, TooBusyError, UnavailableError
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
-from rpc.errors import AlreadyExistsError, TooBusyError, UnavailableError
 from rpc.observe import telemetry
 
 _LAST_BYTES_S = 0.2

@@ -11,6 +11,13 @@ from dataclasses import replace
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
 
+from contract.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+)
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
@@ -38,13 +45,6 @@ from router.schedulers.served_model import ServedModel
 from router.schedulers.wire import resume_record_of
 from router.text.model_text import ModelText
 from router.text.served_tokenizer import Tokenizers
-from rpc.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    NotFoundError,
-    QuireError,
-    UnavailableError,
-)
 from rpc.observe import telemetry
 
 _SEED_BITS = 63

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from contract.errors import InvalidArgumentError, QuireError
 from router import metrics
 from router.domain import (
     BeamSearch,
@@ -22,7 +23,6 @@ from router.domain import (
     Usage,
 )
 from router.request.output import LiveOutput
-from rpc.errors import InvalidArgumentError, QuireError
 
 
 @dataclass(frozen=True, slots=True)

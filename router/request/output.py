@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Container
 
+from contract.errors import FailedPreconditionError, InvalidArgumentError
 from router.domain import (
     FinishReason,
     OutputDelta,
@@ -12,7 +13,6 @@ from router.domain import (
 )
 from router.request.stop_strings import StopMatcher
 from router.text.detokenizer import Detokenizer
-from rpc.errors import FailedPreconditionError, InvalidArgumentError
 
 
 class LiveOutput:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from contract.errors import InvalidArgumentError, UnimplementedError
 from router.domain import BeamSearch, GenerateRequest, ModelInfo, SamplingParams
-from rpc.errors import InvalidArgumentError, UnimplementedError
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_CACHE_SALT_CHARS: Final = 128

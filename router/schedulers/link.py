@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
+from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
+from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Silence
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
 from router.schedulers.live_table import LiveTable
@@ -22,10 +24,8 @@ from router.schedulers.outbox import Outbox
 from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import ResumingCalls, StartResumed
 from router.schedulers.wire import news_from_proto
-from rpc.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from rpc.observe import timeline
 from rpc.peers.channel import open_channel
-from rpc.peers.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Silence
 from rpc.security.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from contract.errors import QuireError
 from router.domain import FinishReason, LoraAdapter, OutputError, TextTerms, TokenLogprob
 from router.request.live import ReplayRecord
-from rpc.errors import QuireError
 
 
 @dataclass(frozen=True, slots=True)

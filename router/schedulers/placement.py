@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from contract.errors import QuireError
 from router.request.live import LiveRequest
 from router.schedulers.choice import Candidate, choose
 from router.schedulers.link import SchedulerLink
-from rpc.errors import QuireError
 
 _LOOK_S = 1.0
 """How often schedulers are asked what they have of other routers, if there are several."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import grpc
 
+from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
@@ -27,7 +28,6 @@ from router.schedulers.placement import Placement
 from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import StartResumed
 from router.text.served_tokenizer import Tokenizers
-from rpc.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
 from rpc.health.state import Health
 from rpc.peers.discovery import Discovery
 from rpc.peers.members import keep_members

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias
 
+from contract.errors import QuireError
 from router.request.live import LiveRequest
 from router.schedulers.messages import Resumption
-from rpc.errors import QuireError
 
 StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
 """Makes a live request of one that is resumed, to which nothing has been pushed."""

@@ -5,9 +5,9 @@ Each adapter is a model of its own to clients, with the limits of the model that
 
 from collections.abc import Mapping
 
+from contract.errors import NotFoundError
 from router.domain import LoraAdapter, ModelInfo
 from router.schedulers.pool import Schedulers
-from rpc.errors import NotFoundError
 
 _NO_ADAPTERS: Mapping[str, LoraAdapter] = {}
 

@@ -6,6 +6,18 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from contract.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+    UnimplementedError,
+)
+from contract.packing import pack_int32, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
 from router.domain import FinishReason, GenerateRequest, OutputError, OutputFinished, TextTerms
 from router.grpc.wire import (
@@ -33,18 +45,6 @@ from router.schedulers.messages import (
     StepNews,
     Welcome,
 )
-from rpc.errors import (
-    AbortedError,
-    AlreadyExistsError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    QuireError,
-    TooBusyError,
-    UnavailableError,
-    UnimplementedError,
-)
-from rpc.packing import pack_int32, unpack_int32, unpack_uint64
 
 _MAX_RETRY_AFTER_S: Final = 3600
 

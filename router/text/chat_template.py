@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from rpc.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError
 
 _ASTRAY = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What a template raises on messages of another shape than it expects."""

@@ -9,9 +9,9 @@ from typing import Final
 
 import llguidance
 
+from contract.errors import InvalidArgumentError
 from router.domain import StructuredForm, StructuredOutput
 from router.request.validation import check_unicode
-from rpc.errors import InvalidArgumentError
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024

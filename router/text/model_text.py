@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from contract.errors import UnimplementedError
 from router.domain import GenerateRequest, ModelInfo, StructuredOutput
 from router.request.stop_strings import StopPattern
 from router.request.validation import check_chat, check_num_token_ids, check_text, check_token_ids
@@ -15,7 +16,6 @@ from router.text.grammar import to_grammar
 from router.text.served_tokenizer import Tokenizers
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
-from rpc.errors import UnimplementedError
 
 MAX_QUESTIONS: Final = 16
 """Most calls at once that ask for tokens or for text, and generate nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from rpc.errors import TooBusyError
+from contract.errors import TooBusyError
 
 T = TypeVar("T")
 

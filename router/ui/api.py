@@ -6,6 +6,7 @@ from typing import Any, Final, TypeAlias
 
 from aiohttp import web
 
+from contract.errors import NotFoundError
 from quire.v1.common_pb2 import ActivityQuery
 from quire.v1.kv_pb2 import KvQuery
 from router.grpc.wire import load_to_proto
@@ -14,7 +15,6 @@ from router.http.json_text import json_bytes
 from router.request.inference import Inference
 from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
 from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
-from rpc.errors import NotFoundError
 
 API_PATH: Final = f"{PAGE_PATH}/api"
 

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from contract.errors import InvalidArgumentError
 from quire.v1.common_pb2 import StepRecord, WorkerActivity
 from quire.v1.kv_pb2 import SequenceKv, WorkerKv
-from rpc.errors import InvalidArgumentError
 
 Query = TypeVar("Query", bound=Message)
 

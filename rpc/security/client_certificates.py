@@ -14,7 +14,7 @@ import grpc.aio
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from rpc.errors import PermissionDeniedError, QuireError, UnauthenticatedError
+from contract.errors import PermissionDeniedError, QuireError, UnauthenticatedError
 from rpc.handlers import rewrapped
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))

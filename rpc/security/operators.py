@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from rpc.errors import PermissionDeniedError
+from contract.errors import PermissionDeniedError
 from rpc.settings import ProcessSettings
 
 _LOOPBACK_PEERS: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")

@@ -25,7 +25,7 @@ from typing import Generic, NewType, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.cache.block_hash import BlockHash
+from contract.hashing import BlockHash
 from scheduler_svc.core.cache.eviction import Eviction, make_eviction_order
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.handover.labels import NewLabels

@@ -11,8 +11,8 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.beams.search import SearchState
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.request import FinishReason, SeqId, SeqKey, SourceId
 
 StepId = NewType("StepId", int)

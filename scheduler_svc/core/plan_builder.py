@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.plan import (
     Int32Array,
     NewSequence,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sequence import SeqStatus, Sequence

@@ -6,8 +6,8 @@ from itertools import chain
 
 import numpy as np
 
+from contract.hashing import extend_chain, tail_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.block_hash import extend_chain, tail_hash
 from scheduler_svc.core.cache.publisher import Publisher
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, SteadyDecodes

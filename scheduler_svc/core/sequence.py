@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Key, Place

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import recording_pb2
-from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.blocks import HostBlockId
 from scheduler_svc.core.handover.moved_request import (
     ExportId,

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO, Final, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import recording_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig

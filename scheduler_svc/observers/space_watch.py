@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from rpc.errors import QuireError
+from contract.errors import QuireError
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import FragmentationLevel
 

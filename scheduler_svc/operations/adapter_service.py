@@ -2,8 +2,8 @@
 
 import grpc.aio
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
-from rpc.errors import InvalidArgumentError
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 from scheduler_svc.operations.adapters import Adapters

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 
-from rpc.errors import NotFoundError
+from contract.errors import NotFoundError
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.reports.load import has_live_with
 from scheduler_svc.core.request import Request

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from rpc.errors import (
+from contract.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,

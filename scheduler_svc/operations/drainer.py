@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from rpc.errors import QuireError, UnavailableError
+from contract.errors import QuireError, UnavailableError
 from scheduler_svc.core.handover.moved_request import LiveRequest
 from scheduler_svc.operations.migrator import Migrator
 from scheduler_svc.workers.engine import Engine

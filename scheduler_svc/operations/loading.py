@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from rpc.errors import QuireError, UnavailableError, UnimplementedError
+from contract.errors import QuireError, UnavailableError, UnimplementedError
 from rpc.tasks.merging import merged
 from rpc.tasks.shielded import retrieve
 from scheduler_svc.operations.adapters import said_by

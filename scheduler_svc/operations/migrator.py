@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 from prometheus_client import Counter
 
-from rpc.errors import (
+from contract.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
+from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from rpc.tasks.shielded import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
 from scheduler_svc.workers.roster import Roster

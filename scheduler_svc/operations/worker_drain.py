@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from contract.errors import UnavailableError
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.errors import UnavailableError
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.tasks.answers import answers

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rpc.peers.heartbeat import SILENT_AFTER_S
+from contract.heartbeat import SILENT_AFTER_S
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import PromptQueue

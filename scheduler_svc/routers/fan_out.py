@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from contract.errors import QuireError
 from quire.v1 import scheduler_pb2
-from rpc.errors import QuireError
 from scheduler_svc.core.request import Request, SourceId
 from scheduler_svc.domain import LoraAdapter
 from scheduler_svc.routers.resumption import KeptRequests

@@ -1,6 +1,6 @@
 """What a request's refusal by the core is to the client."""
 
-from rpc.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
+from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
 from scheduler_svc.core.errors import (
     DeadlineError,
     NoPrefixCacheError,

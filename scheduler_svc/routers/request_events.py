@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from contract.errors import QuireError
 from quire.v1 import worker_pb2
-from rpc.errors import QuireError
 from scheduler_svc.core.plan import Finished, News
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import EngineMetrics

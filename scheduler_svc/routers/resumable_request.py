@@ -1,7 +1,7 @@
 """One request that its client may resume: how it was submitted, and all that came of it."""
 
+from contract.packing import pack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
-from rpc.packing import pack_uint64
 from scheduler_svc.core.request import Request, SeqKey
 from scheduler_svc.routers.stream import RouterStream
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.v1 import scheduler_pb2
-from rpc.errors import (
+from contract.errors import (
     AbortedError,
     AlreadyExistsError,
     InvalidArgumentError,
@@ -21,7 +20,8 @@ from rpc.errors import (
     QuireError,
     TooBusyError,
 )
-from rpc.packing import pack_int32, unpack_int32, unpack_uint64
+from contract.packing import pack_int32, unpack_int32, unpack_uint64
+from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.routers.resumable_request import KeptRequest
 from scheduler_svc.routers.stream import RouterStream

@@ -8,10 +8,10 @@ from dataclasses import replace
 import grpc.aio
 import structlog
 
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
+from contract.heartbeat import BEAT_S
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from rpc.grpc_server import Service, service_of
-from rpc.peers.heartbeat import BEAT_S
 from scheduler_svc.core.reports.describe import describe
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.operations.migrator import Migrator

@@ -4,8 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 
+from contract.errors import InvalidArgumentError, TooBusyError
 from quire.v1 import scheduler_pb2
-from rpc.errors import InvalidArgumentError, TooBusyError
 from scheduler_svc.core.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 

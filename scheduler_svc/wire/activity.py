@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2
-from rpc.errors import InvalidArgumentError
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog, StepRecord

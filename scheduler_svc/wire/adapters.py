@@ -1,7 +1,7 @@
 """LoRA adapters, from workers and to routers."""
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2
-from rpc.errors import InvalidArgumentError
 from scheduler_svc.domain import LoraAdapter
 
 _DIGEST_BYTES = 32

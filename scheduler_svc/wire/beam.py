@@ -5,9 +5,9 @@ from math import isfinite, isnan
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping, OutputState, SearchState
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.checks import check_at_most, check_below

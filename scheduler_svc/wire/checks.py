@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2
-from rpc.errors import InvalidArgumentError
 from scheduler_svc.core.plan import Int32Array
 
 

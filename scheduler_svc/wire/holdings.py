@@ -5,11 +5,11 @@ from itertools import chain
 
 import numpy as np
 
+from contract.errors import InvalidArgumentError
+from contract.hashing import HASH_BYTES, BlockHash
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import common_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import HASH_BYTES, BlockHash
 from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.beam import check_search, search_from_note, search_to_note

@@ -2,9 +2,9 @@
 
 from typing import Final
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32
 from quire.v1 import kv_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32
 from scheduler_svc.core.reports.describe import (
     MAX_BLOCKS,
     MAX_SEQUENCES,

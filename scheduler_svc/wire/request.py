@@ -2,9 +2,9 @@
 
 from math import isfinite
 
+from contract.errors import InvalidArgumentError, NotFoundError
+from contract.packing import unpack_int32
 from quire.v1 import scheduler_pb2
-from rpc.errors import InvalidArgumentError, NotFoundError
-from rpc.packing import unpack_int32
 from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo

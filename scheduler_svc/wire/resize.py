@@ -1,7 +1,7 @@
 """Between what `ResizeKv` asks and answers, and the sizes that a pool has and shall have."""
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import scheduler_pb2
-from rpc.errors import InvalidArgumentError
 from scheduler_svc.operations.resizer import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 
 

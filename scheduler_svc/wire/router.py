@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from contract.errors import QuireError, TooBusyError
+from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from rpc.errors import QuireError, TooBusyError
-from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.plan import Finished, Int32Array, News
 from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo

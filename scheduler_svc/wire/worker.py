@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import common_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, unpack_int32
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepId, StepOutcome, StepPlan, ints
 from scheduler_svc.wire.beam import search_to_note
 from scheduler_svc.wire.checks import check_below

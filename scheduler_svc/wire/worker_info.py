@@ -2,8 +2,8 @@
 
 import math
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import worker_pb2
-from rpc.errors import InvalidArgumentError
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.wire.adapters import adapter_from_proto
 

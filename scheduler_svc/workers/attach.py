@@ -4,8 +4,8 @@ import asyncio
 
 import grpc.aio
 
+from contract.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from quire.v1 import worker_pb2, worker_pb2_grpc
-from rpc.errors import InvalidArgumentError, StaleEpochError, UnavailableError
 from rpc.peers.channel import open_channel
 from scheduler_svc.core.handover.holdings import Holdings
 from scheduler_svc.domain import WorkerInfo

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from rpc.errors import UnavailableError
+from contract.errors import UnavailableError
 from scheduler_svc.core.handover.takeover import Successor
 
 Condition = Callable[[Successor], bool]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import structlog
 
-from rpc.errors import UnavailableError
+from contract.errors import UnavailableError
 from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.observers.metrics import EngineMetrics

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import structlog
 
-from rpc.errors import QuireError, TooBusyError, UnavailableError
+from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.heartbeat import TICK_S
 from rpc.health.state import Health
-from rpc.peers.heartbeat import TICK_S
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (

@@ -8,7 +8,7 @@ which blocks move, it has been told.
 
 import numpy as np
 
-from rpc.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError
 from scheduler_svc.core.plan import Int32Array, StepId, StepPlan
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.checks import check_below, check_top_tokens

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
+from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.request import Request
 from scheduler_svc.workers.request_ends import num_live_seqs
 

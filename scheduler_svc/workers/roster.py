@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from rpc.errors import NotFoundError, UnavailableError
+from contract.errors import NotFoundError, UnavailableError
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.workers.engine import Engine

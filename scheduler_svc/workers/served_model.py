@@ -6,7 +6,7 @@ from typing import Final
 
 import structlog
 
-from rpc.errors import UnavailableError
+from contract.errors import UnavailableError
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.roster import Roster

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from rpc.errors import UnavailableError
+from contract.errors import UnavailableError
+from contract.hashing import BlockHash
 from rpc.observe import timeline
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError

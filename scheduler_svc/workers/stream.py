@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from contract.errors import InvalidArgumentError, UnavailableError
+from contract.heartbeat import BEAT_S, TICK_S, Silence
+from contract.packing import pack_int32
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
-from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.observe import timeline
-from rpc.packing import pack_int32
-from rpc.peers.heartbeat import BEAT_S, TICK_S, Silence
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
 from scheduler_svc.core.handover.holdings import Holdings

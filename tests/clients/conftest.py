@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import QuireError
 from quire.cli.up import ports
 from quire.client import Client, Model
-from rpc.errors import QuireError
 from tests.e2e.child import START_S, STOP_S, eventually
 
 _HERE = Path(__file__).parent

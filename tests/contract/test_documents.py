@@ -7,7 +7,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [
-    *("bench", "clients", "deploy", "docs", "gpu_worker", "kernels", "models", "protos", "quire"),
+    *(
+        "bench",
+        "clients",
+        "contract",
+        "deploy",
+        "docs",
+        "gpu_worker",
+        "kernels",
+        "models",
+        "protos",
+        "quire",
+    ),
     *("router", "rpc", "scheduler_svc", "sim_worker", "tests"),
 ]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]

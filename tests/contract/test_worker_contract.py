@@ -17,8 +17,8 @@ from worker_calls import (
     with_moves,
 )
 
+from contract.packing import unpack_int32
 from quire.v1 import worker_pb2
-from rpc.packing import unpack_int32
 from tests.served_worker import failure
 
 

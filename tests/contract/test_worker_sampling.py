@@ -13,8 +13,8 @@ from worker_calls import (
     stopped,
 )
 
+from contract.packing import pack_int32
 from quire.v1 import worker_pb2
-from rpc.packing import pack_int32
 
 
 async def test_the_same_seed_gives_the_same_tokens(worker):

@@ -4,9 +4,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from contract.packing import pack_int32, unpack_int32
 from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, worker_pb2
-from rpc.packing import pack_int32, unpack_int32
 
 VOCAB_SIZE = 97
 LIMITS = Limits(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import InvalidArgumentError, UnauthenticatedError
 from quire import LLM, SamplingParams, StructuredOutput
 from quire.cli.up.service_dir import running_services
 from quire.client import Client
 from quire.private_service import ServiceStartError
-from rpc.errors import InvalidArgumentError, UnauthenticatedError
 from tests.e2e.child import START_S, STOP_S, eventually
 from tests.e2e.service import Service
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import QuireError
 from quire.client import Client, OutputDelta, SamplingParams
-from rpc.errors import QuireError
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.service import Service, is_idle
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
+from contract.errors import UnauthenticatedError, UnavailableError
 from quire.cli.commands.defragment import main as defragment
 from quire.cli.commands.generate import main as generate
 from quire.cli.up.layout import SHIPPED_MODEL
 from quire.client import Client, ClientTls, SamplingParams
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
-from rpc.errors import UnauthenticatedError, UnavailableError
 from rpc.peers.channel import open_blocking_channel
 from tests.certificates import Authority
 from tests.e2e.child import START_S, Child, eventually

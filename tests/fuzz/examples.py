@@ -1,7 +1,7 @@
 """Well-formed messages of each kind, which fuzzing starts from."""
 
+from contract.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, inference_pb2, recording_pb2, scheduler_pb2, worker_pb2
-from rpc.packing import pack_int32, pack_uint64
 
 SAMPLING = common_pb2.SamplingParams(
     temperature=0.5, top_k=3, top_p=0.9, seed=1, max_tokens=4, logit_bias={3: 1.0}, logprobs=2

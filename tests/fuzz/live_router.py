@@ -12,10 +12,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
+from contract.packing import pack_int32, pack_uint64, unpack_uint64
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, scheduler_pb2
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc.packing import pack_int32, pack_uint64, unpack_uint64
 from rpc.peers.channel import open_channel
 from tests.fuzz import examples
 from tests.fuzz.http_requests import raw_requests

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from contract.errors import InvalidArgumentError, QuireError
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
@@ -38,7 +39,6 @@ from router.request.validation import check_request, settle_sampling
 from router.schedulers.messages import Refusal
 from router.schedulers.wire import news_from_proto
 from router.text.grammar import to_grammar
-from rpc.errors import InvalidArgumentError, QuireError
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError

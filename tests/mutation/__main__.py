@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 CORE = Path("scheduler_svc/core")
 NOT_BLOCK_SPACE = {"limits", "accounts", "config", "errors", "invariants", "rates", "request"}
 """What the core is told and tells, what it is tested with, and what it counts for others."""
-FOLDERS = ("scheduler_svc", "quire", "rpc", "tests")
+FOLDERS = ("contract", "scheduler_svc", "quire", "rpc", "tests")
 TESTS = (
     *("--noconftest", "-p", "tests.conftest"),  # those below start services; the core needs none
     "tests/unit/scheduler_svc/core",

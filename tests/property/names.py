@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash, tail_hash
+from contract.hashing import extend_chain, root_hash, tail_hash
 from tests.property.disk import Content
 
 

@@ -10,8 +10,8 @@ from zlib import crc32
 
 import numpy as np
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints

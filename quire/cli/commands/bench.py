@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from contract.errors import QuireError
 from quire.cli.command_error import CommandError
 from quire.cli.settings import BenchSettings
 from quire.client import AsyncClient
 from quire.client.types import Model, OutputDelta, OutputFinished, SamplingParams
 from quire.private_service import PrivateService, ServiceStartError
-from rpc.errors import QuireError
 from rpc.observe import timeline
 from rpc.settings import parse_settings
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from contract.errors import QuireError
 from quire.cli.command_error import CommandError
 from quire.cli.commands.generate import sampling_from
 from quire.cli.settings import ChatSettings
@@ -10,7 +11,6 @@ from quire.cli.streaming import show_one
 from quire.cli.target import connection_errors, find_target, open_client
 from quire.client import Client
 from quire.client.types import ChatMessage
-from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
 

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from contract.errors import QuireError
 from quire.cli.commands.probe import Readiness, probe
 from quire.cli.invocation import invocation
 from quire.cli.settings import StatusSettings
 from quire.cli.target import open_client
 from quire.cli.up.service_dir import ServiceInfo, running_services
 from quire.client.types import Load
-from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0

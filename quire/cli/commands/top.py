@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from contract.errors import QuireError
 from quire.cli.command_error import CommandError
 from quire.cli.settings import TopSettings
 from quire.cli.target import connection_errors, find_target, open_client
 from quire.cli.top.figures import Snapshot, take_snapshot
 from quire.cli.top.view import draw
 from quire.cli.up.service_dir import ServiceDirError, ServiceInfo, running_services
-from rpc.errors import QuireError
 from rpc.settings import parse_settings
 
 _QUIT_KEYS: Final = b"qQ\x03\x04"

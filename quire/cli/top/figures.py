@@ -11,12 +11,12 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from contract.errors import PermissionDeniedError
 from quire.cli.up.service_dir import ServiceInfo
 from quire.client import Client
 from quire.client.activity_types import WorkerActivity
 from quire.client.kv_types import KvTier, SequenceKv, TierKv, WorkerKv
 from quire.client.types import Load
-from rpc.errors import PermissionDeniedError
 
 _TIMEOUT_S: Final = 3.0
 _HTTP_TIMEOUT_S: Final = 1.0

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from contract.errors import InvalidArgumentError, UnimplementedError
 from router.domain import BeamSearch, EarlyStopping
 from router.http.json_object import Schema
-from rpc.errors import InvalidArgumentError, UnimplementedError
 
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     False: EarlyStopping.HEURISTIC,

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from contract.errors import InvalidArgumentError
 from router.http.requests.messages import Message, check_messages, check_template_kwargs
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
 from router.http.responses.answer import Call
 from router.http.responses.chat_shape import ChatShape
 from router.request.inference import Inference
-from rpc.errors import InvalidArgumentError
 
 MAX_TOP_LOGPROBS = 20
 

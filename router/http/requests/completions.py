@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
+from contract.errors import InvalidArgumentError
 from router.http.json_text import excerpt
 from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
 from router.http.responses.answer import Call
 from router.http.responses.objects import CompletionShape, Echo
 from router.request.inference import Inference
-from rpc.errors import InvalidArgumentError
 
 MAX_PROMPTS = 1024
 """Most prompts of one call."""

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from contract.errors import InvalidArgumentError
 from router.http.json_object import Schema
 from router.http.json_text import excerpt, parse_json
-from rpc.errors import InvalidArgumentError
 
 _TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
 

@@ -12,13 +12,13 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from contract.errors import InvalidArgumentError
 from router.domain import GenerateRequest, SamplingParams
 from router.http.json_object import Schema
 from router.http.json_text import excerpt
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.responses.answer import UsageInStream
-from rpc.errors import InvalidArgumentError
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""

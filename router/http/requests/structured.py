@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from contract.errors import InvalidArgumentError
 from router.domain import StructuredForm, StructuredOutput
 from router.http.json_object import Schema
-from rpc.errors import InvalidArgumentError
 
 JsonSchema = dict[str, Any] | bool
 """A JSON schema, as a JSON value."""

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from contract.errors import InvalidArgumentError
 from router.http.errors import error_in_words_of
 from router.http.json_object import Schema
 from router.http.requests.messages import Message, check_messages, check_template_kwargs
 from router.http.requests.tools import MAX_TOOLS, Tool, show_tools
 from router.http.responses.objects import Json
 from router.request.inference import Inference
-from rpc.errors import InvalidArgumentError
 
 
 class TokenizeBody(Schema):

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from contract.errors import InvalidArgumentError, UnimplementedError
 from router.domain import GenerateRequest, StructuredForm, StructuredOutput
 from router.http.json_object import Schema
 from router.http.json_text import excerpt
 from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
 from router.text.chat_template import ChatTemplate
-from rpc.errors import InvalidArgumentError, UnimplementedError
 
 MAX_TOOLS = 128
 """Most functions of one chat, as OpenAI has it."""

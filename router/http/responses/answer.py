@@ -9,6 +9,7 @@ from enum import Enum
 import structlog
 from aiohttp import ClientConnectionResetError, web
 
+from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from router.domain import (
     Event,
     GenerateRequest,
@@ -27,7 +28,6 @@ from router.http.responses.objects import CollectedOutput, Json, Shape, usage_js
 from router.http.responses.sse import SseResponse
 from router.request.inference import Inference
 from router.request.live import LiveRequest
-from rpc.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 
 log = structlog.get_logger()
 

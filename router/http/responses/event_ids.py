@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import quote, unquote
 
+from contract.errors import InvalidArgumentError
 from router.domain import OutputDelta, OutputFinished, OutputReceived
 from router.http.json_text import excerpt
-from rpc.errors import InvalidArgumentError
 
 LAST_EVENT_ID_HEADER: Final = "Last-Event-ID"
 

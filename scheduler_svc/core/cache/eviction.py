@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Protocol
 
-from scheduler_svc.core.cache.block_hash import BlockHash
+from contract.hashing import BlockHash
 from scheduler_svc.core.structures.marked_heap import MarkedHeap
 
 

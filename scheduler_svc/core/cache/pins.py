@@ -10,8 +10,8 @@ quota has room for. It is not told of those that end early: there may be room ag
 
 from collections.abc import Iterable, Sequence
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import Pinned
 from scheduler_svc.core.sequence import RUNNING

@@ -1,7 +1,7 @@
 """Makes the full blocks of running sequences findable, by hashes that chain from their prompts."""
 
+from contract.hashing import BlockHash, extend_chain, next_hash, root_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, next_hash, root_hash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence

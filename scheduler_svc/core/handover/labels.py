@@ -11,7 +11,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.cache.block_hash import HASH_BYTES, BlockHash
+from contract.hashing import HASH_BYTES, BlockHash
 from scheduler_svc.core.plan import Int32Array, ints
 
 

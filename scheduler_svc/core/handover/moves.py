@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.blocks import HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.compact.resize import ResizableScheduler
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError

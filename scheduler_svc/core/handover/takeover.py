@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.hashing import BlockHash, extend_chain, tail_hash
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash, extend_chain, tail_hash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.holdings import HeldRow, Holdings, identity, swap_root
 from scheduler_svc.core.handover.moves import Replica

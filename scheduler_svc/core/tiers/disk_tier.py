@@ -14,8 +14,8 @@ Who holds a disk block, besides the sequences that have spilled to it:
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepOutcome

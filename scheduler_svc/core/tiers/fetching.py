@@ -9,8 +9,8 @@ place in it when the last load that they wait for has ended; others run meanwhil
 from collections.abc import Iterable
 from enum import Enum, auto
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.prefix import KvLookup

@@ -12,8 +12,8 @@ The device block is held by whoever waits for it.
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import Int32Array, StepId

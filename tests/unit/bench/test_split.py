@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from contract.errors import NotFoundError
 from quire.v1 import scheduler_pb2 as pb
 from quire.v1 import scheduler_pb2_grpc
-from rpc.errors import NotFoundError
 from rpc.grpc_server import Service
 from rpc.peers.channel import open_channel
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
+from contract.packing import pack_int32, unpack_int32
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.layout import block_bytes
 from gpu_worker.loading import device
@@ -20,7 +21,6 @@ from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.packing import pack_int32, unpack_int32
 from rpc.peers.channel import open_channel
 from rpc.settings import parse_settings
 from tests.models_fixture import make_model

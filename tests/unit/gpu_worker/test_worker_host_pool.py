@@ -5,6 +5,8 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32
 from gpu_worker.kv import host_pool
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
@@ -14,8 +16,6 @@ from gpu_worker.service.step_wire import step_input_from_proto
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from quire.v1 import worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32
 
 LIMITS = Limits(
     max_num_seqs=4,

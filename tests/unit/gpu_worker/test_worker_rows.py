@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from contract.errors import InvalidArgumentError
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
-from rpc.errors import InvalidArgumentError
 
 LIMITS = Limits(
     max_num_seqs=4,

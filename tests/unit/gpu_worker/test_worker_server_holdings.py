@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from worker_service import PROMPT, batch, first_batch
 
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import worker_pb2
-from rpc.packing import pack_int32, unpack_int32
 from tests.served_worker import failure
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from contract.errors import InvalidArgumentError, UnavailableError
 from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import StepInput, StepOutput
-from rpc.errors import InvalidArgumentError, UnavailableError
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,6 +9,8 @@ import weakref
 import grpc
 import pytest
 
+from contract.errors import UnimplementedError
+from contract.packing import pack_int32, unpack_int32
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
@@ -34,9 +36,7 @@ from quire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.errors import UnimplementedError
 from rpc.health.state import Health
-from rpc.packing import pack_int32, unpack_int32
 from rpc.peers.channel import open_channel
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model

@@ -5,16 +5,16 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.v1 import common_pb2, inference_pb2, kv_pb2
-from quire.v1.inference_pb2_grpc import InferenceServiceServicer
-from rpc.errors import (
+from contract.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
     TooBusyError,
     UnavailableError,
 )
-from rpc.packing import pack_int32
+from contract.packing import pack_int32
+from quire.v1 import common_pb2, inference_pb2, kv_pb2
+from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 
 @dataclass

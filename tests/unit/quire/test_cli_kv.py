@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from contract.errors import FailedPreconditionError
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.client import AsyncClient, Client
 from quire.client.kv_types import KvTier, SequenceStatus
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc.errors import FailedPreconditionError
 
 
 async def run(*argv: str) -> int:

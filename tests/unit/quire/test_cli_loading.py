@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import FailedPreconditionError
 from quire.cli.__main__ import main
 from quire.cli.commands.status import describe_load
 from quire.cli.top.view import _worker_cells, _worker_name
 from quire.client.activity_types import WorkerActivity
 from quire.client.types import Load
 from quire.v1 import loading_pb2, loading_pb2_grpc
-from rpc.errors import FailedPreconditionError
 
 TARGET = "10.0.0.7:50053"
 HERE = str(Path("models/b").absolute())

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import AlreadyExistsError
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, common_pb2
-from rpc.errors import AlreadyExistsError
 
 HERE = Path("adapters/c").absolute()
 

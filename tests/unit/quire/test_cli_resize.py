@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from contract.errors import FailedPreconditionError
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc.errors import FailedPreconditionError
 
 GIB = 1024**3
 

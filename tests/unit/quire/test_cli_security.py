@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from contract.errors import UnavailableError
 from quire.cli.command_error import CommandError
 from quire.cli.commands.probe import probe
 from quire.cli.settings import GenerateSettings
@@ -13,7 +14,6 @@ from quire.cli.target import connection_errors
 from quire.cli.up import layout
 from quire.cli.up.settings import UpSettings
 from quire.cli.up.welcome import how_to_use
-from rpc.errors import UnavailableError
 from rpc.security.tls import ServerTls, explain, http_context
 from rpc.settings import parse_settings
 from tests.certificates import Authority

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from contract.errors import UnavailableError
 from quire.cli.__main__ import main
 from quire.cli.commands import top
 from quire.cli.top.figures import Snapshot, parse_metrics, rates_between, sum_tiers
@@ -18,7 +19,6 @@ from quire.client import Client
 from quire.client.activity_types import MemoryLevel, WorkerActivity
 from quire.client.kv_types import KvTier, SequenceKv, SequenceStatus, TierKv, WorkerKv
 from quire.client.types import Load
-from rpc.errors import UnavailableError
 
 LOAD = Load(
     num_requests_running=2,

@@ -6,6 +6,12 @@ from collections.abc import Callable
 import pytest
 from silent_relay import SilentRelay
 
+from contract.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    TooBusyError,
+    UnavailableError,
+)
 from quire.client import (
     AsyncClient,
     BeamSearch,
@@ -27,7 +33,6 @@ from quire.v1.inference_pb2 import (
     OutputReceived,
     ResumeRequest,
 )
-from rpc.errors import DeadlineExceededError, InvalidArgumentError, TooBusyError, UnavailableError
 
 EVENTS = [
     OutputDelta(0, 0, (0,), "one", ()),

@@ -2,11 +2,7 @@
 
 import pytest
 
-from quire.client.continuation import Continuation
-from quire.client.retry import Retry, RetryBudget
-from quire.client.types import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
-from quire.v1 import inference_pb2
-from rpc.errors import (
+from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -15,6 +11,10 @@ from rpc.errors import (
     TooBusyError,
     UnavailableError,
 )
+from quire.client.continuation import Continuation
+from quire.client.retry import Retry, RetryBudget
+from quire.client.types import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from quire.v1 import inference_pb2
 
 LOST = UnavailableError("connection reset")
 END = OutputFinished(0, FinishReason.LENGTH)

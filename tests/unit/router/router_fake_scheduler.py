@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import grpc
 import grpc.aio
 
+from contract.heartbeat import BEAT_S
+from contract.packing import pack_int32, pack_uint64
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -17,8 +19,6 @@ from quire.v1 import (
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
-from rpc.packing import pack_int32, pack_uint64
-from rpc.peers.heartbeat import BEAT_S
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH

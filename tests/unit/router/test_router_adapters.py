@@ -6,6 +6,7 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from quire.v1 import adapters_pb2, common_pb2
 from router.domain import FinishReason, GenerateRequest, OutputFinished
 from router.operations.adapter_wire import (
@@ -15,7 +16,6 @@ from router.operations.adapter_wire import (
     loaded_to_proto,
 )
 from router.operations.adapters import Adapters
-from rpc.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,6 +5,7 @@ import math
 import pytest
 from router_fake_scheduler import EOS, LENGTH, STOP
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2, inference_pb2
 from router.domain import (
     BeamSearch,
@@ -21,7 +22,6 @@ from router.domain import (
 )
 from router.grpc.wire import event_to_proto, generate_request_from_proto
 from router.request.validation import check_request
-from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("tiny", 64, vocab_size=50, eos_token_ids=(1,), structured_output=True)
 BEAM = BeamSearch(4)

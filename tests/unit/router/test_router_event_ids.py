@@ -8,13 +8,13 @@ import pytest
 from aiohttp import web
 from router_fake_scheduler import LENGTH
 
+from contract.errors import InvalidArgumentError
+from contract.packing import pack_int32, pack_uint64
 from quire.v1 import scheduler_pb2
 from router.domain import FinishReason, OutputDelta, OutputFinished, OutputReceived
 from router.http.api import routes
 from router.http.responses.event_ids import StreamPosition, parse_event_id
 from router.operations.adapters import Adapters
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32, pack_uint64
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)

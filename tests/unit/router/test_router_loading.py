@@ -9,6 +9,12 @@ import pytest
 import tokenizers as hf_tokenizers
 from router_fake_scheduler import FakeScheduler
 
+from contract.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from quire.v1 import loading_pb2
 from router.domain import FinishReason, GenerateRequest, OutputFinished
 from router.operations.loading import Loading
@@ -24,12 +30,6 @@ from router.schedulers.pool import Schedulers
 from router.text import served_tokenizer as tokenizers_module
 from router.text.served_tokenizer import Tokenizers
 from router.text.tokenizer import load_tokenizer
-from rpc.errors import (
-    FailedPreconditionError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnavailableError,
-)
 from rpc.health.state import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators

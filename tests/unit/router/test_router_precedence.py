@@ -2,10 +2,10 @@
 
 import pytest
 
+from contract.errors import InvalidArgumentError
 from router.access.priority import with_precedence
 from router.domain import GenerateRequest, ModelInfo
 from router.request.validation import check_request
-from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("m", max_model_len=64, vocab_size=100, eos_token_ids=())
 REQUEST = GenerateRequest(prompt="a")

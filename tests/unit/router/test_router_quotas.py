@@ -2,8 +2,8 @@
 
 import pytest
 
+from contract.errors import InvalidArgumentError, TooBusyError
 from router.access.quotas import Quota, Quotas, TokenBucket
-from rpc.errors import InvalidArgumentError, TooBusyError
 
 
 def quotas(**limits):

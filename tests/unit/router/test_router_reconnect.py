@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
+from contract import heartbeat as silence
+from contract.errors import UnavailableError
 from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
 from router.schedulers.link import LinkConfig, SchedulerLink
-from rpc.errors import UnavailableError
-from rpc.peers import heartbeat as silence
 
 
 async def start(router, **kwargs):

@@ -7,6 +7,14 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from contract.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from contract.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
 from router.domain import (
     FinishReason,
@@ -19,14 +27,6 @@ from router.domain import (
     SamplingParams,
     Usage,
 )
-from rpc.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
-from rpc.packing import pack_int32, pack_uint64
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,6 +6,13 @@ import grpc
 import pytest
 from router_fake_scheduler import EOS, ERROR, LENGTH, MAX_MODEL_LEN, STOP
 
+from contract.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    TooBusyError,
+    UnavailableError,
+)
 from quire.v1 import common_pb2
 from router.domain import (
     FinishReason,
@@ -16,13 +23,6 @@ from router.domain import (
     SamplingParams,
     TokenLogprob,
     Usage,
-)
-from rpc.errors import (
-    AlreadyExistsError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    TooBusyError,
-    UnavailableError,
 )
 
 

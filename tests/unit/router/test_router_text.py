@@ -6,9 +6,9 @@ import threading
 import pytest
 from router_fake_scheduler import MAX_MODEL_LEN
 
+from contract.errors import InvalidArgumentError, TooBusyError
 from router.domain import GenerateRequest
 from router.text.model_text import MAX_QUESTIONS
-from rpc.errors import InvalidArgumentError, TooBusyError
 
 
 class SlowTokenizer:

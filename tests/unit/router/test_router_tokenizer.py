@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from contract.errors import InvalidArgumentError
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import load_tokenizer
-from rpc.errors import InvalidArgumentError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -7,12 +7,12 @@ import aiohttp
 import pytest
 from router_fake_scheduler import FakeScheduler
 
+from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2, kv_pb2
 from router.app import run_router
 from router.settings import RouterSettings
 from router.ui.pages import read_pages
 from router.ui.wire import activity_to_json, kv_to_json, query_from_url
-from rpc.errors import InvalidArgumentError
 from rpc.settings import parse_settings
 
 pytestmark = pytest.mark.timeout(120)

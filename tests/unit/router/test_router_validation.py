@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from contract.errors import InvalidArgumentError
 from router.domain import GenerateRequest, ModelInfo, SamplingParams
 from router.request.validation import check_request, settle_sampling
-from rpc.errors import InvalidArgumentError
 
 MODEL = ModelInfo("tiny", max_model_len=64, vocab_size=500, eos_token_ids=(1,))
 MAX_PROMPT_BYTES = 1000

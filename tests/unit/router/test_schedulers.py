@@ -8,6 +8,7 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
+from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from quire.v1 import kv_pb2
 from router.domain import GenerateRequest, OutputDelta, ResumeRequest
 from router.operations.adapters import Adapters
@@ -17,7 +18,6 @@ from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.served_tokenizer import Tokenizers
 from router.text.tokenizer import load_tokenizer
-from rpc.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
 from rpc.health.state import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators

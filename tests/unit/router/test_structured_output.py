@@ -5,9 +5,9 @@ from pathlib import Path
 import llguidance
 import pytest
 
+from contract.errors import InvalidArgumentError
 from router.domain import StructuredForm, StructuredOutput
 from router.text.grammar import MAX_BYTES, to_grammar
-from rpc.errors import InvalidArgumentError
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 

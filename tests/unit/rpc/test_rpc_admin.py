@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from contract.errors import PermissionDeniedError
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.admin import AdminServicer
-from rpc.errors import PermissionDeniedError
 from rpc.peers.channel import open_channel
 from rpc.security.operators import Operators
 

@@ -8,7 +8,7 @@ import pytest
 import structlog
 from google.rpc import error_details_pb2, status_pb2
 
-from rpc import errors
+from contract import errors
 from rpc.grpc_server import Service
 from rpc.peers.channel import open_channel
 from rpc.status import DETAILS_KEY, calling, error_to_status, status_to_error

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from contract.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from quire.v1 import admin_pb2, admin_pb2_grpc
-from rpc.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from rpc.peers.channel import open_blocking_channel, open_channel
 from rpc.security.client_certificates import check_names
 from rpc.security.tls import ClientTls

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from contract.packing import pack_int32, unpack_int32
 from quire.v1 import (
     adapters_pb2_grpc,
     admin_pb2,
@@ -17,7 +18,6 @@ from quire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.packing import pack_int32, unpack_int32
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.unit.scheduler_svc.scheduler_fake_adapters import FakeAdapters
 from tests.unit.scheduler_svc.scheduler_fake_loading import FakeLoading

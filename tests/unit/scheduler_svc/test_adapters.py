@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rpc.errors import InvalidArgumentError, UnavailableError
+from contract.errors import InvalidArgumentError, UnavailableError
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter
 from scheduler_svc.operations import adapters as adapters_module
 from scheduler_svc.operations.adapters import Adapters

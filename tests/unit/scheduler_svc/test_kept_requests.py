@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from contract.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, TooBusyError
+from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
-from rpc.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, TooBusyError
-from rpc.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from scheduler_svc.core.request import Request
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.resumption import KeptRequests

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rpc.errors import (
+from contract.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,

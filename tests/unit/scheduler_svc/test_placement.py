@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.request import OutputSoFar, Request
 from scheduler_svc.workers.placement import (
     SEQUENCE_TOKENS,

@@ -8,9 +8,9 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
+from contract.errors import StaleEpochError
+from contract.packing import pack_int32
 from quire.v1 import common_pb2, scheduler_pb2
-from rpc.errors import StaleEpochError
-from rpc.packing import pack_int32
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from contract.errors import InvalidArgumentError
+from contract.hashing import BlockHash
+from contract.packing import pack_int32
 from quire.v1 import common_pb2, worker_pb2
-from rpc.errors import InvalidArgumentError
-from rpc.packing import pack_int32
 from scheduler_svc.core.beams.search import OutputState, SearchState
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.beam import search_to_note

@@ -9,9 +9,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from contract.packing import pack_int32, unpack_int32
 from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from rpc.packing import pack_int32, unpack_int32
 from rpc.peers.channel import open_channel
 from rpc.settings import parse_settings
 from sim_worker.app import find_vocabulary, run_sim_workers

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
+from contract.errors import InvalidArgumentError, NotFoundError
 from router.domain import (
     Event,
     FinishReason,
@@ -19,7 +20,6 @@ from router.domain import (
     Usage,
 )
 from router.text.chat_template import ChatTemplate
-from rpc.errors import InvalidArgumentError, NotFoundError
 from rpc.observe import telemetry
 
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]

@@ -4,6 +4,7 @@ import openai
 import pytest
 from openai_fakes import delta, play, spell
 
+from contract.errors import InvalidArgumentError, TooBusyError, UnavailableError
 from router.domain import (
     FinishReason,
     OutputDelta,
@@ -12,7 +13,6 @@ from router.domain import (
     TokenLogprob,
     Usage,
 )
-from rpc.errors import InvalidArgumentError, TooBusyError, UnavailableError
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

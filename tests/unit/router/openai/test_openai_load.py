@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from openai_fakes import delta, play, spell
 
+from contract.errors import TooBusyError, UnavailableError
 from router.domain import FinishReason
-from rpc.errors import TooBusyError, UnavailableError
 
 BENCH = Path(__file__).parents[4] / "bench"
 

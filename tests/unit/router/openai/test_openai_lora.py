@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from contract.errors import InvalidArgumentError, PermissionDeniedError
 from router.http.web_pages import PageGuard
-from rpc.errors import InvalidArgumentError, PermissionDeniedError
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BODY = {"lora_name": "sql", "lora_path": "/adapters/sql"}

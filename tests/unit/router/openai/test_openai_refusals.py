@@ -6,7 +6,7 @@ import json
 import pytest
 from openai_fakes import FakeInference
 
-from rpc.errors import AlreadyExistsError, InvalidArgumentError
+from contract.errors import AlreadyExistsError, InvalidArgumentError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -7,9 +7,9 @@ import socket
 import pytest
 from openai_fakes import delta, spell
 
+from contract.errors import UnavailableError
 from router.domain import FinishReason, OutputFinished, Usage
 from router.http.responses import answer, sse
-from rpc.errors import UnavailableError
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -6,9 +6,9 @@ import openai
 import pytest
 from openai_fakes import spell
 
+from contract.errors import InvalidArgumentError
 from router.domain import FinishReason, StructuredForm
 from router.text.chat_template import ChatTemplate
-from rpc.errors import InvalidArgumentError
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

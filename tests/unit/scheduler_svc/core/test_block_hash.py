@@ -4,7 +4,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from scheduler_svc.core.cache.block_hash import extend_chain, next_hash, root_hash, tail_hash
+from contract.hashing import extend_chain, next_hash, root_hash, tail_hash
 
 ROOT = sha256(b"quire.v1.prefix\0" + "sälz".encode()).digest()
 TOKENS = np.arange(11, dtype=np.int32)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from core_driver import answer, make_core, new, schedule, submit
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.block_hash import BlockHash
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.plan import StepOutcome, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId

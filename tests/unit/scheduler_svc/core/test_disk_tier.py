@@ -17,7 +17,7 @@ from core_driver import (
     submit,
 )
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.invariants import check

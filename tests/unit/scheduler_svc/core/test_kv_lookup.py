@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from core_driver import make_core, submit
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.sequence import SeqStatus
 
 PROMPT = range(16)  # four blocks; the last token is to be computed, so that three can be found

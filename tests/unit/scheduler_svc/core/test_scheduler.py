@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import StepId, StepOutcome

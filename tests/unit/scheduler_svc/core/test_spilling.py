@@ -16,8 +16,8 @@ from core_driver import (
     submit,
 )
 
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.blocks import DeviceBlockId
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus

@@ -3,7 +3,7 @@
 import numpy as np
 from successor_driver import PROMPT, SEARCHES, Pair, long_request, make_request
 
-from scheduler_svc.core.cache.block_hash import extend_chain, root_hash
+from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.handover.takeover import REUNION_S
 
 

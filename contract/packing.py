@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rpc.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Uint64Array: TypeAlias = npt.NDArray[np.uint64]
