@@ -1,4 +1,4 @@
-"""What the worker tells Prometheus."""
+"""The worker's Prometheus metrics."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -80,7 +80,7 @@ CODEC_SECONDS = Counter(
 
 
 def count_transfer(tier: str, direction: str, num_bytes: int, seconds: float) -> None:
-    """Count KV that moved; `direction` is out or in, as the device sees it."""
+    """Count KV that moved; `direction` is "out" or "in", seen from the device."""
     KV_TRANSFER_BYTES.labels(tier, direction).inc(num_bytes)
     KV_TRANSFER_SECONDS.labels(tier, direction).inc(seconds)
 
@@ -88,7 +88,7 @@ def count_transfer(tier: str, direction: str, num_bytes: int, seconds: float) ->
 def count_coded(
     tier: str, codec: str, direction: str, plain_bytes: int, coded_bytes: int, seconds: float
 ) -> None:
-    """Count what a codec has done; `direction` is encode or decode."""
+    """Count a codec's work; `direction` is "encode" or "decode"."""
     labels = (tier, codec, direction)
     CODEC_PLAIN_BYTES.labels(*labels).inc(plain_bytes)
     CODEC_CODED_BYTES.labels(*labels).inc(coded_bytes)

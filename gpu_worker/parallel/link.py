@@ -37,7 +37,7 @@ class Kind(IntEnum):
     """Forget all there is: a step has failed."""
     CLOSE = 6
     """End: rank 0 has."""
-    FAILED = 7
+    FAILED = 8
     """From the other rank: why it ends, as text."""
 
 

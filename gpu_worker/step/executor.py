@@ -23,7 +23,6 @@ from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.prompt_logprobs import PromptScores
 from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.service.holdings import Holdings
@@ -41,6 +40,7 @@ from gpu_worker.step.messages import (
     TokenLogprob,
 )
 from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.step.timing import BusyClock, head_start_s

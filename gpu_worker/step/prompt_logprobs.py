@@ -1,7 +1,7 @@
-"""Scores the tokens of prompts: what the model thought of each before it saw it.
+"""Log-probabilities of prompt tokens: what the model predicted for each before it saw it.
 
 Symbols: `T` tokens of a step, `N` of them whose successor in the prompt is scored, `V` vocabulary,
-`K` most of the likeliest tokens that anybody asked for.
+`K` the most top tokens that any row asks for.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu_worker.memory.transfer import to_host, upload
+from gpu_worker.memory.transfer import Download, upload
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.messages import PromptLogprobs, TokenLogprob
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
-"""Of float32 logits that are held at once: a prompt's may take more than the model."""
+"""Bytes of float32 logits held at once: those of a whole prompt may exceed the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +25,25 @@ class _Part:
 
     row: int
     position: int
-    """Of the first scored token in the prompt."""
+    """Of the first scored token, in the prompt."""
     count: int
     num_top: int
 
 
 class PromptScores:
-    """The scores of one step, on their way to the host."""
+    """One step's prompt scores, on their way to the host."""
 
     def __init__(
         self, parts: list[_Part], chosen: torch.Tensor, top_ids: torch.Tensor, top: torch.Tensor
     ) -> None:
         """`chosen` is float32[N]; `top_ids` int64[N, K] and `top` float32[N, K], best first."""
         self._parts = parts
-        self._tensors = [to_host(tensor) for tensor in (chosen, top_ids, top)]
-        self._arrived: torch.cuda.Event | None = None
-        if chosen.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        self._download = Download(chosen, top_ids, top)
+        self.is_done = self._download.is_done
 
     def wait(self) -> tuple[PromptLogprobs, ...]:
         """The scores, once they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        chosen, top_ids, top = (tensor.numpy() for tensor in self._tensors)
+        chosen, top_ids, top = self._download.wait()
         scores, start = [], 0
         for part in self._parts:
             logprobs = tuple(
@@ -76,14 +67,14 @@ def score_prompts(
     table: SamplingTable,
     logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> PromptScores | None:
-    """Score what a step computes of the prompts that are to be scored; None if there are none.
+    """Score the prompt tokens that a step computes; None if no row wants any.
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.
-        rows: As they were when the step was applied.
+        rows: The rows as of this step.
         scheduled: What the step computes.
-        table: Who wants scores.
-        logits: float32 `[*, V]` of hidden states.
+        table: Says which rows want scores.
+        logits: Maps hidden states to float32 `[*, V]`.
     """
     wanting = np.nonzero(table.wants_prompt_logprobs[scheduled.rows])[0]
     starts = np.cumsum(scheduled.lens) - scheduled.lens
