@@ -56,7 +56,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._num_numbered = len(self._worker.adapters)
 
     async def close(self) -> None:
-        """Stop until `open`, once an adapter that is loading is done: the model will be unloaded."""
+        """Stop until `open`: the model will be unloaded. Waits for an adapter that is loading."""
         async with self._lock:
             self._load = self._steps = None
 
