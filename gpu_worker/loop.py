@@ -355,7 +355,7 @@ def _is_done(launched: LaunchedStep) -> bool:
 
 
 def _settle(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
-    if future.done():  # nobody waits for it any more
+    if future.done():  # no longer waited for
         return
     if isinstance(outcome, Exception):
         future.set_exception(outcome)

@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `N` of one adapter, `K` input features of a map, `O` its output features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -23,7 +23,6 @@ from gpu_worker.lora.adapter import (
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.step.messages import Int64Array
-from gpu_worker.step.rows import Rows
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 
@@ -37,9 +36,11 @@ class AdapterTable:
     so only the rows tell when an adapter is unused.
     """
 
-    def __init__(self, adapters: Mapping[int, Adapter], rows: Rows) -> None:
+    def __init__(
+        self, adapters: Mapping[int, Adapter], numbers_in_use: Callable[[], set[int]]
+    ) -> None:
         self._adapters = dict(adapters)
-        self._rows = rows
+        self._numbers_in_use = numbers_in_use
         self._leaving: set[int] = set()
 
     @property
@@ -60,8 +61,7 @@ class AdapterTable:
         """Free removed adapters that no row uses any more. Call it when rows are released."""
         if not self._leaving:  # almost always
             return
-        used = set(self._rows.adapter[self._rows.is_used].tolist())
-        for number in self._leaving - used:
+        for number in self._leaving - self._numbers_in_use():
             self._leaving.remove(number)
             del self._adapters[number]
 
