@@ -47,7 +47,7 @@ def _title(data: dict[str, Any]) -> str:
 
 def _panel(left: int, field: str, title: str, rows: list[dict[str, Any]]) -> list[str]:
     most = max(max(row[field]) for row in rows)
-    room = _PANEL - 110
+    room = _PANEL - 118
     parts = [f'<text x="{left}" y="42">{escape(title)}</text>']
     y = _TOP
     for row in rows:
@@ -57,8 +57,8 @@ def _panel(left: int, field: str, title: str, rows: list[dict[str, Any]]) -> lis
         for value, colour in zip(row[field], _COLOURS, strict=False):
             width = max(1, round(room * value / most))
             parts.append(
-                f'<rect x="{left + 66}" y="{y}" width="{width}" height="{_BAR - 2}" '
-                f'fill="{colour}"/><text x="{left + 70 + width}" y="{y + 10}">{value:,g}</text>'
+                f'<rect x="{left + 74}" y="{y}" width="{width}" height="{_BAR - 2}" '
+                f'fill="{colour}"/><text x="{left + 78 + width}" y="{y + 10}">{value:,g}</text>'
             )
             y += _BAR
         y += _GAP
