@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpu_worker.lora.adapter_table import AdapterTable
+from gpu_worker.lora.step_adapters import AdapterTable
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
