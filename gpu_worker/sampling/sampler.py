@@ -25,7 +25,7 @@ from gpu_worker.sampling.penalties import TokenCounts
 from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
 from kernels import ops
-from kernels.cpu.ops.draw import draw as draw_of_all
+from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite. So close to 0, the most likely token has all the weight anyway."""
