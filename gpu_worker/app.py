@@ -9,7 +9,7 @@ from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.loading import LoadingServicer
 from gpu_worker.settings import WorkerSettings
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 
 

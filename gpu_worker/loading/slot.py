@@ -21,8 +21,8 @@ from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
-from rpc.health.state import Health
-from rpc.tasks.shielded import retrieve
+from rpc.health import Health
+from rpc.tasks import retrieve
 
 if TYPE_CHECKING:
     from gpu_worker.loading.assemble import LoadedModel  # which imports torch
