@@ -21,7 +21,7 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
@@ -60,7 +60,7 @@ class Adapters:
         self._leaving: set[str] = set()
         self._unloaded: set[LoraAdapter] = set()
         self._lock = asyncio.Lock()
-        self._finishing = Finishing()
+        self._finishing = BackgroundTasks()
         self.offered: tuple[LoraAdapter, ...] = ()
         """Those that new requests may have, in the order of their names."""
 
@@ -81,7 +81,7 @@ class Adapters:
             FailedPreconditionError: One of this name is leaving, or the workers found others each.
             QuireError: What a worker says. None has it then that had not before.
         """
-        return await self._finishing.finish(self._load(name, directory))
+        return await self._finishing.run(self._load(name, directory))
 
     async def unload(self, name: str, digest: bytes = b"") -> None:
         """Offer an adapter no more; when no request has it, have every worker unload it.
@@ -100,7 +100,7 @@ class Adapters:
         self._check_stays(name)
         self._leaving.add(name)
         self._tell()
-        await self._finishing.finish(self._unload(adapter))
+        await self._finishing.run(self._unload(adapter))
 
     async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
         """Let a worker that is being attached, and those that are, hold the same.

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from contract.errors import QuireError, UnavailableError, UnimplementedError
-from rpc.tasks.merging import merged
-from rpc.tasks.shielded import retrieve
+from rpc.tasks import merged, retrieve
 from scheduler_svc.operations.adapters import said_by
 from scheduler_svc.operations.drainer import Drainer
 from scheduler_svc.operations.worker_loading import LoadProgress, WorkerLoading

@@ -22,7 +22,7 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
@@ -60,7 +60,7 @@ class Migrator:
         """`migrations` counts by source, target and end."""
         self._roster = roster
         self._migrations = migrations
-        self._moves = Finishing()
+        self._moves = BackgroundTasks()
 
     async def migrate(self, request_id: str, worker: str) -> Migration:
         """Move a live request; if the caller goes away meanwhile, it is moved nevertheless.
@@ -91,7 +91,7 @@ class Migrator:
 
     async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
         """Move a request of `source`; else as `migrate`."""
-        return await self._moves.finish(self._run(live, source, target))
+        return await self._moves.run(self._run(live, source, target))
 
     async def rebalance(self) -> None:
         """Move what waits with its KV on the host to workers with room, until cancelled."""

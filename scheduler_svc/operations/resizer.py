@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
-from rpc.tasks.shielded import retrieve
+from rpc.tasks import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session

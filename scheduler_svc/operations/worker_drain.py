@@ -7,7 +7,7 @@ from contract.errors import UnavailableError
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
-from rpc.tasks.answers import answers
+from rpc.tasks import responses
 from scheduler_svc.workers.roster import Roster
 
 
@@ -25,7 +25,7 @@ async def drain_worker(roster: Roster, tls: ClientTls | None, worker: str) -> As
     async with open_channel(target, tls=tls) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            async with aclosing(answers(stub.Drain(admin_pb2.DrainRequest()))) as draining:
+            async with aclosing(responses(stub.Drain(admin_pb2.DrainRequest()))) as draining:
                 async for told in draining:
                     has_begun = True
                     yield told.num_live

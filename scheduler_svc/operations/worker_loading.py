@@ -11,7 +11,7 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling
-from rpc.tasks.answers import answers
+from rpc.tasks import responses
 from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
 
 _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
@@ -52,7 +52,7 @@ class WorkerLoading:
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            async with aclosing(answers(stub.Load(request))) as loading:
+            async with aclosing(responses(stub.Load(request))) as loading:
                 async for told in loading:
                     yield LoadProgress(
                         target,

@@ -8,7 +8,7 @@ import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
-from rpc.health.state import Health
+from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from rpc.peers.discovery import Discovery
-from rpc.peers.members import keep_members
+from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 

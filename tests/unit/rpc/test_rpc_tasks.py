@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from rpc.tasks.merging import merged
+from rpc.tasks import merged
 
 
 async def counted(name, gates, ended, error=None):
