@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedWorker
 from scheduler_svc.pacing.pacer import Pace, StepPacer
 
@@ -127,7 +127,7 @@ class _Simulation:
     def __init__(self, policy: Policy, load: Load, seed: int) -> None:
         self._load = load
         self._draw = np.random.default_rng(seed)
-        self._core = Replica(policy.config)
+        self._core = Scheduler(policy.config)
         self._pacer = StepPacer(policy.pace, policy.config)
         self._worker = SimulatedWorker(lambda _: Draw(0))
         self._coming: list[tuple[float, int]] = []

@@ -20,9 +20,9 @@ import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedWorker
 from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
 from sim_worker.time_model import TimeModel
@@ -64,7 +64,7 @@ class SimulatedReplica:
     """A core and its worker, one step after another."""
 
     def __init__(self) -> None:
-        self.core = Replica(
+        self.core = Scheduler(
             SchedulerConfig(
                 num_blocks=NUM_BLOCKS,
                 block_size=BLOCK_SIZE,
@@ -87,7 +87,7 @@ class SimulatedReplica:
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """See `placement.Worker`."""
-        return self.core.num_cached_blocks(hashes)
+        return self.core.lookup.num_cached_blocks(hashes)
 
     def begin_step(self, now: float) -> float | None:
         """Begin a step if there is anything to do; return when it will be done."""

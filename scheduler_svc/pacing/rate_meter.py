@@ -3,8 +3,8 @@
 import math
 from collections import deque
 
+from scheduler_svc.core.limits import Rates
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.tiers.rates import Rates
 
 _FORGETTING = 0.99
 """How much of an old best remains with each new observation."""

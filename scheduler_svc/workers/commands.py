@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from scheduler_svc.core.errors import DeadlineError, RequestRefusedError
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -26,7 +26,7 @@ class PostedCommands:
 
     def __init__(
         self,
-        core: Successor,
+        core: Scheduler,
         meter: RateMeter,
         *,
         news: RequestNews,

@@ -12,8 +12,8 @@ from rpc.health.state import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.pressure import MemoryLevel
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
 from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
@@ -39,7 +39,7 @@ def make_session(spans):
     )
     return Session(
         FakeLink(),
-        Successor(config),
+        Scheduler(config),
         wake=asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
