@@ -33,11 +33,11 @@ from quire.v1 import worker_pb2
 from rpc.observe import logs
 from rpc.settings import parse_settings
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.pacing.pacer import Pace, StepPacer
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.wire.worker import plan_to_proto, result_from_proto
 

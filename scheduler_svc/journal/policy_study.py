@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.pacing import least_tokens
 from scheduler_svc.core.plan import Finished, StepEvents, StepOutcome, StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
@@ -45,8 +46,7 @@ from scheduler_svc.journal.core_calls import (
 from scheduler_svc.journal.frames import RecordingError
 from scheduler_svc.journal.recording_wire import read_recording
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
-from scheduler_svc.pacing.pacer import least_tokens
-from scheduler_svc.pacing.step_times import StepTimes, StepTimeSamples
+from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
 """Ends that come again by themselves."""

@@ -13,8 +13,8 @@ from scheduler_svc.domain import (
     SubmitRequest,
 )
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.rate_meter import RateMeter
 from scheduler_svc.observers.space_watch import SpaceWatch
-from scheduler_svc.pacing.rate_meter import RateMeter
 from scheduler_svc.routers.refusal import refusal_from_core
 from scheduler_svc.routers.request_events import RequestNews
 from scheduler_svc.workers.crash_counter import Losses

@@ -9,11 +9,11 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session

@@ -18,6 +18,7 @@ from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -41,7 +42,6 @@ from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.space_watch import SpaceWatch
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_observer import StepObserver
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.request_events import RequestNews
 from scheduler_svc.wire.worker import with_candidates

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
 from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.pacing import PromptQueue
 from scheduler_svc.core.sequence import RUNNING
 
 if TYPE_CHECKING:
@@ -29,20 +30,6 @@ def read_queues(core: "Scheduler") -> Queues:
         num_waiting=core.num_waiting,
         num_preemptions=core.preemption.num_preemptions,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptQueue:
-    """What there is to compute of prompts, and beside how many decodes."""
-
-    num_decoding: int
-    """Sequences that decode in the next step, as far as is known."""
-    num_tokens: int
-    """Tokens of prompts that are at work, or could have their turn."""
-    num_short_tokens: int
-    """Those of them that are not of a long prompt."""
-    num_short: int
-    """Prompts that these are of."""
 
 
 def read_prompts(core: "Scheduler") -> PromptQueue:
