@@ -12,7 +12,8 @@ from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
@@ -27,7 +28,6 @@ from scheduler_svc.operations.migrator import Migrator
 from scheduler_svc.operations.resizer import Resizer
 from scheduler_svc.operations.worker_drain import drain_worker
 from scheduler_svc.operations.worker_loading import WorkerLoading
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.queue_room import QueueRoom
 from scheduler_svc.routers.resumption import KeptRequests
@@ -175,10 +175,10 @@ async def _run_scheduler(
 
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Successor]:
+) -> AbstractContextManager[Scheduler]:
     config = _configure_core(settings, info)
     return (
-        nullcontext(Successor(config)) if recordings is None else recordings.open_core(info, config)
+        nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
     )
 
 

@@ -2,8 +2,8 @@
 
 import structlog
 
-from scheduler_svc.core.pressed import PressedScheduler
 from scheduler_svc.core.pressure import MemoryLevel
+from scheduler_svc.core.scheduler import Scheduler
 
 log = structlog.get_logger()
 
@@ -11,7 +11,7 @@ log = structlog.get_logger()
 class MemoryWatch:
     """Hears of one worker's memory; the level is an input of the core, so that it is recorded."""
 
-    def __init__(self, worker: str, core: PressedScheduler) -> None:
+    def __init__(self, worker: str, core: Scheduler) -> None:
         self._worker = worker
         self._core = core
         self._level = MemoryLevel.OK

@@ -3,12 +3,12 @@
 import time
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.rate_meter import RateMeter
 from scheduler_svc.observers.step_log import StepLog
-from scheduler_svc.pacing.pacer import Pace, StepPacer
-from scheduler_svc.pacing.rate_meter import RateMeter
 from scheduler_svc.workers.stream import TimedResult
 
 

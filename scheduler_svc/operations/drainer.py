@@ -53,7 +53,7 @@ class Drainer:
             UnavailableError: It is lost.
         """
         started = time.perf_counter()
-        lives = session.call(lambda core: core.find_requests())
+        lives = session.call(lambda core: core.moves.find_requests())
         room = asyncio.Semaphore(_MAX_MOVES)
         are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
         log.info(

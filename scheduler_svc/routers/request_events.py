@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import QuireError
 from quire.v1 import worker_pb2
-from scheduler_svc.core.plan import Finished, News
+from scheduler_svc.core.plan import Finished, StepEvents
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
@@ -46,7 +46,7 @@ class RequestNews:
         self._streams.deliver(finished_to_proto(finished))
         self._note_ends(finished)
 
-    def adopted(self, news: News) -> None:
+    def adopted(self, news: StepEvents) -> None:
         """Tell and note what is known from the scheduler before."""
         self._streams.deliver(news_to_proto(0, news, held_logprobs_to_proto(news)))
         for admitted in news.admitted:
@@ -62,11 +62,13 @@ class RequestNews:
         """Tell log-probabilities of prompts; `owner` says whose a row is."""
         self._streams.deliver(prompt_logprobs_to_proto(step_id, scores, owner))
 
-    def told(self, step_id: int, news: News, logprobs: Sequence[worker_pb2.SampledLogprob]) -> None:
+    def told(
+        self, step_id: int, news: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
+    ) -> None:
         """Tell what a step has brought."""
         self._streams.deliver(news_to_proto(step_id, news, logprobs))
 
-    def noted(self, news: News, took_s: float) -> None:
+    def noted(self, news: StepEvents, took_s: float) -> None:
         """Note it; to take it in and tell it took so long."""
         for admitted in news.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)

@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from scheduler_svc.core.errors import DeadlineError, RequestRefusedError
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -13,8 +13,8 @@ from scheduler_svc.domain import (
     SubmitRequest,
 )
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.rate_meter import RateMeter
 from scheduler_svc.observers.space_watch import SpaceWatch
-from scheduler_svc.pacing.rate_meter import RateMeter
 from scheduler_svc.routers.refusal import refusal_from_core
 from scheduler_svc.routers.request_events import RequestNews
 from scheduler_svc.workers.crash_counter import Losses
@@ -26,7 +26,7 @@ class PostedCommands:
 
     def __init__(
         self,
-        core: Successor,
+        core: Scheduler,
         meter: RateMeter,
         *,
         news: RequestNews,

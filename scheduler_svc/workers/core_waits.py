@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 from contract.errors import UnavailableError
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 
-Condition = Callable[[Successor], bool]
+Condition = Callable[[Scheduler], bool]
 """What is waited for; it changes nothing."""
 
 
@@ -26,7 +26,7 @@ class CoreWaits:
         self._waiting.append((condition, holds))
         await holds
 
-    def look(self, core: Successor) -> None:
+    def look(self, core: Scheduler) -> None:
         """Wake those whose condition holds."""
         if not self._waiting:
             return

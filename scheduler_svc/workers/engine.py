@@ -9,11 +9,11 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_attach.attach`."""
 
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
 """Makes the core for a worker, which plans for it until the `with` ends."""
 
 
@@ -163,7 +163,7 @@ class Engine:
             self.is_settling = False
             self._news.set()
 
-    async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
+    async def _work(self, link: WorkerLink, core: Scheduler, wake: asyncio.Event) -> bool:
         session = Session(
             link,
             core,
@@ -173,7 +173,7 @@ class Engine:
             metrics=self._metrics,
             pace=self._pace,
         )
-        self._begin(session, link.info, len(core.unclaimed))
+        self._begin(session, link.info, len(core.takeover.unclaimed))
         told = asyncio.create_task(self._tell_draining(session))
         try:
             await session.work()

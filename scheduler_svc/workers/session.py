@@ -17,7 +17,8 @@ from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.handover.takeover import REUNION_S, Successor
+from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -27,7 +28,7 @@ from scheduler_svc.core.reports.load import (
     read_space,
 )
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
+from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from scheduler_svc.domain import (
     Command,
     LoadedAdapter,
@@ -41,7 +42,6 @@ from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.space_watch import SpaceWatch
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_observer import StepObserver
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.request_events import RequestNews
 from scheduler_svc.wire.worker import with_candidates
@@ -63,7 +63,7 @@ class Session:
     def __init__(
         self,
         link: WorkerLink,
-        core: Successor,
+        core: Scheduler,
         *,
         wake: asyncio.Event,
         streams: RouterStreams,
@@ -104,7 +104,7 @@ class Session:
         self._waits = CoreWaits()
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
+        if core.takeover.unclaimed:  # what nobody claims is freed, even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
                 # Some more, since a loop's timer counts from when its turn began.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
@@ -121,7 +121,7 @@ class Session:
         self._commands.post(command, num_tokens)
         self._wake.set()
 
-    def call(self, function: Callable[[Successor], _T]) -> _T:
+    def call(self, function: Callable[[Scheduler], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
 
         Raises:
@@ -221,11 +221,11 @@ class Session:
 
     def num_held_tokens(self, request: Request) -> int:
         """Say how many tokens' KV of a request the worker has from before, for nobody else."""
-        return self._core.num_held_tokens(request)
+        return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Say how many blocks of a prompt the prefix cache has."""
-        return self._core.num_cached_blocks(hashes)
+        return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
         """Return the worker's model, its length as the block pool allows."""

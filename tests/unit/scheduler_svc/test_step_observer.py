@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
-from test_step_pacer import GPU, plan_of
 
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.step_observer import StepObserver
-from scheduler_svc.pacing.pacer import Pace
+from tests.unit.scheduler_svc.core.test_pacing import GPU, plan_of
 
 
 def observer_after(*steps):

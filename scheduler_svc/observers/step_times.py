@@ -18,7 +18,7 @@ class StepTimes:
     step_s: float
     token_s: float
     num_samples: int = 0
-    """Recorded steps that this is from."""
+    """Recorded steps that this was learned from."""
 
     def seconds(self, plan: StepPlan, config: SchedulerConfig) -> float:
         """Return how long a plan takes; moves between device and host come on top of it."""
@@ -34,17 +34,17 @@ class StepTimeSamples:
 
     def __init__(self) -> None:
         self._num_tokens: dict[int, int] = {}
-        """Of the steps in flight."""
+        """Tokens of the steps in flight, by step."""
         self._busy_since: float | None = None
-        """When the result before was taken in, if the worker had another step then."""
+        """When the last result came, if the worker had another step then."""
         self._samples: list[tuple[int, float]] = []
 
     def sent(self, plan: StepPlan) -> None:
-        """Note that a step goes out."""
+        """Take a step that goes out."""
         self._num_tokens[plan.step_id] = plan.num_scheduled_tokens
 
     def answered(self, step_id: int, now: float) -> None:
-        """Note when the oldest step's result was taken in."""
+        """Take when the result of the oldest step came."""
         num_tokens = self._num_tokens.pop(step_id)
         if self._busy_since is not None:
             self._samples.append((num_tokens, now - self._busy_since))

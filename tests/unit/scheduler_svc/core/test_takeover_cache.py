@@ -1,7 +1,7 @@
 """The prefix cache and its pins, when a scheduler core is replaced."""
 
 import numpy as np
-from successor_driver import PROMPT, SEARCHES, Pair, long_request, make_request
+from takeover_driver import PROMPT, SEARCHES, Pair, long_request, make_request
 
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.handover.takeover import REUNION_S
@@ -41,10 +41,10 @@ def test_rows_that_nobody_has_claimed_give_way_to_a_search_and_pins_do_not():
     pair.submit(long_request(1))
     pair.step(2)
     pair.replace_core()
-    assert len(pair.core.unclaimed) == 1
+    assert len(pair.core.takeover.unclaimed) == 1
     pair.submit(make_request(2, **SEARCHES))
     pair.step(now=REUNION_S)
-    assert not pair.core.unclaimed
+    assert not pair.core.takeover.unclaimed
     assert pair.core.load().num_pinned_blocks == 2
 
 
@@ -54,7 +54,7 @@ def test_of_more_pins_than_the_quota_those_that_end_last_stay_and_of_them_the_be
         pair.submit(make_request(key, prompt, max_tokens=1, cache_pin_s=pin_s))
         pair.run()
     pair.replace_core(max_pinned_share=3 / 32)
-    pinned = {pair.core._pool._hashes[block] for block in pair.core._pins._ends}
+    pinned = {pair.core.pool._hashes[block] for block in pair.core.pins._ends}
     chains = [[], []]
     for chain, prompt in zip(chains, prompts, strict=True):
         extend_chain(chain, root_hash(""), np.array(prompt, np.int32), 4)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from successor_driver import (
+from takeover_driver import (
     MAX_TOKENS,
     PROMPT,
     Pair,
@@ -14,9 +14,10 @@ from successor_driver import (
 )
 
 from scheduler_svc.core.handover.holdings import Holdings, identity
-from scheduler_svc.core.handover.takeover import REUNION_S, Successor
+from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.oracle import expected_output
 from tests.property.worker import log_of
 
@@ -27,9 +28,9 @@ def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
     pair.step(6)
     num_computed = pair.worker.num_computed_tokens
     pair.replace_core()
-    assert pair.core.num_held_tokens(pair.again(request)) == 16 + 5
+    assert pair.core.takeover.num_held_tokens(pair.again(request)) == 16 + 5
     pair.submit(pair.again(request))
-    assert not pair.core.unclaimed
+    assert not pair.core.takeover.unclaimed
     pair.run()
     assert_all_heard(pair, request)
     num_left = num_outputs(request) - 6
@@ -124,9 +125,9 @@ def test_outputs_of_which_nothing_was_heard_are_adopted_each():
     pair.step(3, is_heard=False)
     pair.step(1, is_heard=False)
     pair.replace_core()
-    assert len(pair.core.unclaimed) == 2
+    assert len(pair.core.takeover.unclaimed) == 2
     pair.submit(request)
-    assert not pair.core.unclaimed
+    assert not pair.core.takeover.unclaimed
     pair.run()
     assert_all_heard(pair, request)
 
@@ -164,7 +165,7 @@ def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
     load = pair.core.load()
     assert load.num_free_blocks + load.num_cached_blocks < load.num_blocks
     assert pair.core.schedule(109.0) is None
-    assert len(pair.core.unclaimed) == 1
+    assert len(pair.core.takeover.unclaimed) == 1
     assert pair.core.schedule(110.0) is None
     check(pair.core)
     load = pair.core.load()
@@ -180,9 +181,9 @@ def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
     other = make_request(1, [1] * 33, max_tokens=1)
     pair.submit(other)
     pair.step(now=0.9 * REUNION_S)
-    assert pair.core.unclaimed, "its request may be on its way"
+    assert pair.core.takeover.unclaimed, "its request may be on its way"
     pair.step(now=REUNION_S)
-    assert not pair.core.unclaimed
+    assert not pair.core.takeover.unclaimed
     assert 1 in pair.heard
 
 
@@ -199,8 +200,8 @@ def test_another_request_of_that_name_does_not_get_its_tokens():
         replace(request, max_tokens=MAX_TOKENS + 1),
         replace(request, prompt_token_ids=1 - request.prompt_token_ids),
     )
-    assert pair.core.num_held_tokens(request)
-    assert not any(map(pair.core.num_held_tokens, others))
+    assert pair.core.takeover.num_held_tokens(request)
+    assert not any(map(pair.core.takeover.num_held_tokens, others))
     assert identity(request, 0) != identity(request, 1)
 
 
@@ -212,7 +213,7 @@ def test_a_block_that_two_rows_claim_to_write_is_copied():
     held = pair.worker.hand_over()
     (row,) = held.rows
     lie = replace(row, identity=b"x" * 32)
-    pair.core = Successor(pair.config)
+    pair.core = Scheduler(pair.config)
     pair.core.inherit(Holdings((row, lie), held.device), 0.0)
     pair.submit(pair.again(request))
     plan = pair.core.schedule(0.0)
@@ -227,7 +228,7 @@ def test_a_row_with_more_tokens_than_its_request_may_have_is_not_believed():
     held = pair.worker.hand_over()
     (row,) = held.rows
     lie = replace(row, token_ids=np.append(row.token_ids, np.zeros(MAX_TOKENS, np.int32)))
-    pair.core = Successor(pair.config)
+    pair.core = Scheduler(pair.config)
     pair.core.inherit(Holdings((lie,), held.device), 0.0)
     pair.submit(pair.again(request))
     pair.run()

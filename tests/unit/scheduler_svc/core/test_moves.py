@@ -5,16 +5,16 @@ import pytest
 
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.errors import MigrationRefusedError
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import SeqKey
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, chunks, new, schedule, submit
 
 KEY = SeqKey(0)
 
 
-def make_replica(num_blocks=16, **overrides):
+def make_host_core(num_blocks=16, **overrides):
     settings = {
         "block_size": 4,
         "max_num_seqs": 8,
@@ -24,7 +24,7 @@ def make_replica(num_blocks=16, **overrides):
         "num_host_blocks": 8,
         "bytes_per_block": 100,
     }
-    return Replica(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
 def running(core, num_prompt_tokens=5, num_outputs=1, n=1):
@@ -37,7 +37,7 @@ def running(core, num_prompt_tokens=5, num_outputs=1, n=1):
 
 def settle(core, *steps):
     """Let the steps be answered that a move waits for."""
-    while core.last_answered < max(steps):
+    while core.steps.last_answered < max(steps):
         answer(core, schedule(core))
 
 
@@ -55,11 +55,11 @@ def move(giving, taking):
 
 
 def num_held(pool):
-    return pool.num_blocks - pool.num_free
+    return pool.num_blocks - pool.num_available
 
 
 def test_running_request_leaves_by_swap_and_computes_nothing_again():
-    giving, taking = running(make_replica(), num_outputs=2), make_replica()
+    giving, taking = running(make_host_core(), num_outputs=2), make_host_core()
     export = giving.begin_export(ROUTER, KEY)
     assert export.ready_step == 3, "its swap-out goes with the next plan"
     assert export.moved.host_block_ids == [0, 1]
@@ -76,7 +76,7 @@ def test_running_request_leaves_by_swap_and_computes_nothing_again():
     assert room.ready_step == 0, "nothing moves there"
     indices = giving.end_export(export.export_id, leaves=True)
     assert indices == (0,)
-    assert (giving.load().num_waiting, num_held(giving._tier.pool), num_held(giving._pool)) == (
+    assert (giving.load().num_waiting, num_held(giving.tier.pool), num_held(giving.pool)) == (
         *(0, 0),
         0,
     )
@@ -99,7 +99,7 @@ def test_running_request_leaves_by_swap_and_computes_nothing_again():
 
 
 def test_tokens_in_flight_are_dropped_and_drawn_again():
-    giving, taking = running(make_replica()), make_replica()
+    giving, taking = running(make_host_core()), make_host_core()
     in_flight = schedule(giving)
     export = giving.begin_export(ROUTER, KEY)
     news = answer(giving, in_flight, 0)
@@ -113,7 +113,7 @@ def test_tokens_in_flight_are_dropped_and_drawn_again():
 
 
 def test_waiting_request_moves_without_kv():
-    giving, taking = make_replica(max_num_seqs=1), make_replica()
+    giving, taking = make_host_core(max_num_seqs=1), make_host_core()
     submit(giving, 9, [1] * 5)
     answer(giving, schedule(giving), 0)
     submit(giving, KEY, range(5))
@@ -126,7 +126,7 @@ def test_waiting_request_moves_without_kv():
 
 
 def test_all_outputs_of_a_request_move_together():
-    giving, taking = running(make_replica(), n=2, num_outputs=2), make_replica()
+    giving, taking = running(make_host_core(), n=2, num_outputs=2), make_host_core()
     export, room = move(giving, taking)
     assert [seq.output_index for seq in export.moved.sequences] == [0, 1]
     assert room.host_block_ids == (0, 1, 2, 3)
@@ -137,7 +137,7 @@ def test_all_outputs_of_a_request_move_together():
 
 
 def test_prompt_that_others_fork_from_must_be_computed_first():
-    core = make_replica(max_num_batched_tokens=8, max_prefill_chunk=4)
+    core = make_host_core(max_num_batched_tokens=8, max_prefill_chunk=4)
     submit(core, KEY, range(10), n=2)
     answer(core, schedule(core))
     with pytest.raises(MigrationRefusedError, match="its prompt is not computed"):
@@ -147,7 +147,7 @@ def test_prompt_that_others_fork_from_must_be_computed_first():
 
 
 def test_prefill_that_moves_goes_on_where_it_was():
-    giving, taking = make_replica(max_prefill_chunk=4), make_replica()
+    giving, taking = make_host_core(max_prefill_chunk=4), make_host_core()
     submit(giving, KEY, range(10))
     answer(giving, schedule(giving))
     move(giving, taking)
@@ -158,7 +158,7 @@ def test_prefill_that_moves_goes_on_where_it_was():
 
 
 def test_move_that_fails_lets_it_go_on_where_it_was():
-    giving, taking = running(make_replica()), make_replica()
+    giving, taking = running(make_host_core()), make_host_core()
     export = giving.begin_export(ROUTER, KEY)
     room = taking.begin_import(export.moved)
     answer(giving, schedule(giving))
@@ -166,31 +166,31 @@ def test_move_that_fails_lets_it_go_on_where_it_was():
     taking.end_import(room.import_id, ())
     check(giving)
     check(taking)
-    assert num_held(taking._tier.pool) == 0
+    assert num_held(taking.tier.pool) == 0
     answer(giving, schedule(giving))
     assert new(schedule(giving)) == [(0, 5, [0, 1])]
     assert giving.load().num_recomputed_tokens == 0
 
 
 def test_blocks_of_a_request_that_is_cancelled_on_the_way_are_held_until_the_move_ends():
-    giving, taking = running(make_replica()), make_replica()
+    giving, taking = running(make_host_core()), make_host_core()
     export = giving.begin_export(ROUTER, KEY)
     room = taking.begin_import(export.moved)
     answer(giving, schedule(giving))
     assert len(giving.cancel(ROUTER, [KEY])) == 1
     check(giving)
-    assert num_held(giving._tier.pool) == 2, "somebody may be reading them"
-    assert num_held(taking._tier.pool) == 2, "somebody may be writing them"
+    assert num_held(giving.tier.pool) == 2, "somebody may be reading them"
+    assert num_held(taking.tier.pool) == 2, "somebody may be writing them"
     indices = giving.end_export(export.export_id, leaves=True)
     assert indices == ()
     taking.end_import(room.import_id, indices)
     check(taking)
-    assert num_held(giving._tier.pool) == num_held(taking._tier.pool) == 0
+    assert num_held(giving.tier.pool) == num_held(taking.tier.pool) == 0
     assert taking.load().num_waiting == 0
 
 
 def test_one_output_that_is_cancelled_on_the_way_does_not_arrive():
-    giving, taking = running(make_replica(), n=2, num_outputs=2), make_replica()
+    giving, taking = running(make_host_core(), n=2, num_outputs=2), make_host_core()
     export = giving.begin_export(ROUTER, KEY)
     room = taking.begin_import(export.moved)
     settle(giving, export.ready_step)
@@ -199,20 +199,20 @@ def test_one_output_that_is_cancelled_on_the_way_does_not_arrive():
     assert indices == (1,)
     taking.end_import(room.import_id, indices)
     check(taking)
-    assert taking._tier.pool.ref_count(0) == 0, "of output 0"
-    (seq,) = taking._live
+    assert taking.tier.pool.ref_count(0) == 0, "of output 0"
+    (seq,) = taking.live
     assert (seq.output_index, seq.host_block_ids) == (1, (2, 3))
 
 
 def test_lost_worker_gives_back_what_was_leaving():
-    giving = running(make_replica())
+    giving = running(make_host_core())
     giving.begin_export(ROUTER, KEY)
     (request,) = giving.drain()
     assert request.outputs[0].token_ids.tolist() == [7]
 
 
 def test_what_arrived_can_be_found_by_others():
-    giving, taking = running(make_replica(), num_prompt_tokens=9), make_replica()
+    giving, taking = running(make_host_core(), num_prompt_tokens=9), make_host_core()
     move(giving, taking)
     submit(taking, 5, [*range(9), 3])
     assert taking.num_queued_tokens == 1 + 2, "it need not compute two blocks of its prompt"
@@ -229,22 +229,22 @@ def test_what_arrived_can_be_found_by_others():
     ],
 )
 def test_core_that_cannot_take_a_request_refuses_it(changes, match):
-    export = running(make_replica()).begin_export(ROUTER, KEY)
-    taking = make_replica(**changes)
+    export = running(make_host_core()).begin_export(ROUTER, KEY)
+    taking = make_host_core(**changes)
     with pytest.raises(MigrationRefusedError, match=match):
         taking.begin_import(export.moved)
     check(taking)
-    assert num_held(taking._tier.pool) == 0
+    assert num_held(taking.tier.pool) == 0
 
 
 def test_core_that_cannot_give_a_request_refuses_by_name():
     with pytest.raises(MigrationRefusedError, match="not live"):
-        make_replica().begin_export(ROUTER, KEY)
+        make_host_core().begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="no host tier"):
-        running(make_replica(num_host_blocks=0)).begin_export(ROUTER, KEY)
+        running(make_host_core(num_host_blocks=0)).begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="2 device blocks, and its worker has 1 free"):
-        running(make_replica(num_host_blocks=1)).begin_export(ROUTER, KEY)
-    core = running(make_replica())
+        running(make_host_core(num_host_blocks=1)).begin_export(ROUTER, KEY)
+    core = running(make_host_core())
     core.begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="being moved already"):
         core.begin_export(ROUTER, KEY)
@@ -252,14 +252,14 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
 
 def test_room_is_not_used_before_what_is_under_way_there_has_ended():
     """Host blocks that are cached may still be written by a step in flight."""
-    taking = make_replica(num_blocks=4, num_host_blocks=2)
+    taking = make_host_core(num_blocks=4, num_host_blocks=2)
     for key, token in ((1, 1), (2, 2)):  # the second evicts the first's blocks to the host
         submit(taking, key, [token] * 12, max_tokens=1)
         plan = schedule(taking)
         if key == 1:
             answer(taking, plan, 0)
     assert plan.swap_out_dst_block_ids.tolist() == [0, 1]
-    export = running(make_replica()).begin_export(ROUTER, KEY)
+    export = running(make_host_core()).begin_export(ROUTER, KEY)
     room = taking.begin_import(export.moved)
     assert set(room.host_block_ids) == {0, 1}
     assert room.ready_step == plan.step_id
@@ -267,35 +267,35 @@ def test_room_is_not_used_before_what_is_under_way_there_has_ended():
 
 class TestFindingWhatToMove:
     def test_by_name(self):
-        core = running(make_replica(), num_outputs=2)
-        (live,) = core.find_requests("request-0")
+        core = running(make_host_core(), num_outputs=2)
+        (live,) = core.moves.find_requests("request-0")
         assert (live.source, live.first_seq_key, live.num_seqs) == (ROUTER, KEY, 1)
         assert (live.num_host_blocks, live.max_device_blocks) == (0, 4)
-        assert core.find_requests("request-1") == []
+        assert core.moves.find_requests("request-1") == []
 
     def test_first_that_waits_with_its_kv(self):
-        core = make_replica(num_blocks=4, preemption_mode=PreemptionMode.SWAP)
+        core = make_host_core(num_blocks=4, preemption_mode=PreemptionMode.SWAP)
         for key in (0, 1):
             submit(core, key, [key] * 7)
         answer(core, schedule(core), 0, 1)
-        assert core.first_swapped() is None
+        assert core.moves.first_swapped() is None
         answer(core, schedule(core), 0, 1)
         schedule(core)  # both need a block, and there is none: the second makes room
-        live = core.first_swapped()
+        live = core.moves.first_swapped()
         assert live is not None
         assert (live.first_seq_key, live.num_host_blocks) == (1, 2)
         core.begin_export(live.source, live.first_seq_key)
-        assert core.first_swapped() is None
+        assert core.moves.first_swapped() is None
 
 
 def test_number_of_cached_tokens_is_kept():
-    giving, taking = make_replica(), make_replica()
+    giving, taking = make_host_core(), make_host_core()
     submit(giving, 1, range(9), max_tokens=1)
     answer(giving, schedule(giving), 0)
     submit(giving, KEY, range(9))
     answer(giving, schedule(giving), 0)
     move(giving, taking)
-    (seq,) = taking._live
+    (seq,) = taking.live
     assert seq.num_cached_tokens == 8
     assert seq.status is SeqStatus.SWAPPED
     assert np.array_equal(seq.token_ids, [*range(9), 7])

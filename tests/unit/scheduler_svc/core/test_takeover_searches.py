@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from successor_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request
+from takeover_driver import CONFIG, PROMPT, SEARCHES, Pair, make_request
 
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.beams import expected_search
 
 
@@ -18,7 +18,7 @@ def search(pair, num_kills=0, every=7):
         pair.step(every)
         assert not pair.ends, "it has not ended yet"
         pair.replace_core()
-        assert pair.core.num_held_tokens(request) >= len(PROMPT)
+        assert pair.core.takeover.num_held_tokens(request) >= len(PROMPT)
         pair.submit(pair.again(request))
     pair.run()
     return [(end.seq_key, end.reason, end.token_ids, end.cumulative_logprob) for end in pair.ends]
@@ -44,7 +44,7 @@ def test_a_search_whose_note_does_not_fit_starts_anew():
     held = pair.worker.hand_over()
     (row,) = held.rows
     wide = replace(row.search, beams=row.search.beams * 2)
-    pair.core = Successor(pair.config)
+    pair.core = Scheduler(pair.config)
     pair.core.inherit(replace(held, rows=(replace(row, search=wide),)), 0.0)
     pair.submit(request)
     pair.run()
@@ -59,5 +59,5 @@ def test_another_search_of_that_name_does_not_go_on_with_its_beams(changes):
     pair.submit(request)
     pair.step(6)
     pair.replace_core()
-    assert pair.core.num_held_tokens(request)
-    assert not pair.core.num_held_tokens(replace(request, **changes))
+    assert pair.core.takeover.num_held_tokens(request)
+    assert not pair.core.takeover.num_held_tokens(replace(request, **changes))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.oracle import expected_output
 from tests.property.worker import FakeWorker
 
@@ -42,7 +42,7 @@ class Side:
 
     def __init__(self, heard: list[int], *, caching: bool):
         self.config = replace(CONFIG, enable_prefix_caching=caching)
-        self.worker, self.core, self.heard = FakeWorker(self.config), Successor(self.config), heard
+        self.worker, self.core, self.heard = FakeWorker(self.config), Scheduler(self.config), heard
 
     def step(self, now=0.0):
         if (plan := self.core.schedule(now)) is not None:
@@ -55,7 +55,7 @@ class Side:
             self.heard += news.token_ids.tolist()
 
     def replace_core(self):
-        self.core = Successor(self.config)
+        self.core = Scheduler(self.config)
         self.core.inherit(self.worker.hand_over(), 0.0)
 
 
@@ -105,7 +105,7 @@ def test_a_request_that_moves_goes_on_without_computing_anything_again(stage, ca
     num_before = len(heard)
     outputs = (OutputSoFar(np.array(heard, np.int32), finished=False),)
     again = replace(REQUEST, outputs=outputs)
-    its_own = max(sides, key=lambda side: side.core.num_held_tokens(again))
+    its_own = max(sides, key=lambda side: side.core.takeover.num_held_tokens(again))
     its_own.core.submit(again, 0.0)
     its_own.hear(its_own.core.take_adopted())
     while its_own.step():

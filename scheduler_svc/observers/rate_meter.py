@@ -1,37 +1,36 @@
-"""How fast a worker is at its best, from the steps it does: which deadlines cannot be met."""
+"""Measures how fast a worker is at its best, to refuse deadlines that cannot be met."""
 
 import math
 from collections import deque
 
+from scheduler_svc.core.limits import Rates
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.tiers.rates import Rates
 
 _FORGETTING = 0.99
-"""How much of an old best remains with each new observation."""
+"""How much of an old best remains with each new observation. Chosen, not measured."""
 
 
 class RateMeter:
-    """The best of the last few hundred steps: a refusal for lack of time must not be wrong.
+    """Keeps the best of the last few hundred steps: a refusal for lack of time must not be wrong.
 
-    Only a step that keeps the device at least half busy says how fast prompts are computed, or one
-    that has all the tokens that there is time for; a smaller one costs about the same however few
-    it has.
+    Only a step that keeps the device at least half busy, or has all the tokens that there is time
+    for, tells how fast prompts are computed; a smaller one costs about the same however few it has.
     """
 
     def __init__(self, busy_step_tokens: int) -> None:
-        """With so many tokens a step keeps the device busy."""
+        """`busy_step_tokens` is how many tokens keep the device busy in a step."""
         self.rates = Rates()
         self._full_enough = busy_step_tokens / 2
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """And from how many tokens on each is full enough."""
+        """With how many tokens each is full enough."""
 
     def sent(self, plan: StepPlan, max_prompt_tokens: int | None = None) -> None:
-        """Note that a step goes out, whose prompts may have so many tokens; None: any number."""
+        """Take a step that goes out; its prompts may have so many tokens, None: any number."""
         most = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._in_flight.append((plan, min(self._full_enough, most)))
 
     def answered(self, execute_s: float) -> None:
-        """Note how long the worker took for the oldest step that is in flight."""
+        """Learn from how long the worker took for the oldest step in flight."""
         plan, full_enough = self._in_flight.popleft()
         if execute_s <= 0:
             return

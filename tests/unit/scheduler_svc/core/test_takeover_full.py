@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from successor_driver import Pair, assert_all_heard, lengths, make_request
+from takeover_driver import Pair, assert_all_heard, lengths, make_request
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.handover.takeover import REUNION_S
@@ -125,7 +125,7 @@ def test_what_was_swapped_out_ahead_of_its_source_by_a_token_is_found():
         for request in REQUESTS:
             pair.submit(request)
         run_two_ahead(pair, num_results)
-        swapped = [seq for seq in pair.core._live if seq.host_block_ids]
+        swapped = [seq for seq in pair.core.live if seq.host_block_ids]
         for seq in swapped:
             del pair.heard[seq.seq_key][seq.num_computed_tokens - seq.num_prompt_tokens :]
         num_ahead += len(swapped)
@@ -143,7 +143,7 @@ def test_less_than_a_block_is_computed_again_of_what_was_swapped_out_far_ahead_o
     for request in REQUESTS:
         pair.submit(request)
     run_two_ahead(pair, 20)
-    swapped = [seq for seq in pair.core._live if seq.host_block_ids]
+    swapped = [seq for seq in pair.core.live if seq.host_block_ids]
     for seq in swapped:
         del pair.heard[seq.seq_key][-3:]
     pair.replace_core()

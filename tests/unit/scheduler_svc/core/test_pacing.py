@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pacing import Pace, PromptQueue, StepPacer
 from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.core.reports.load import PromptQueue
-from scheduler_svc.pacing.pacer import Pace, StepPacer
 
 NOTHING = np.array([], np.int32)
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}

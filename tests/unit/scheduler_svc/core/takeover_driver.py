@@ -6,10 +6,10 @@ import numpy as np
 
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.oracle import expected_output
 from tests.property.worker import SEARCH, FakeWorker
 
@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, **changes):
         self.config = replace(CONFIG, **changes)
         self.worker = FakeWorker(self.config)
-        self.core = Successor(self.config)
+        self.core = Scheduler(self.config)
         self.heard: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.ends: list[Finished] = []
@@ -55,11 +55,11 @@ class Pair:
             check(self.core)
 
     def run(self, now=0.0):
-        while list(self.core._live) or self.core._running.must_send:
+        while list(self.core.live) or self.core.running.must_send:
             self.step(now=now)
 
     def replace_core(self, now=0.0, **changes):
-        self.core = Successor(replace(self.config, **changes))
+        self.core = Scheduler(replace(self.config, **changes))
         self.core.inherit(self.worker.hand_over(), now)
         check(self.core)
 

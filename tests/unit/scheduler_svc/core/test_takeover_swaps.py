@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from successor_driver import CONFIG, Pair, assert_all_heard, long_request
+from takeover_driver import CONFIG, Pair, assert_all_heard, long_request
 
 from scheduler_svc.core.sequence import SeqStatus
 
 
 def swapped(pair):
-    return [seq for seq in pair.core._live if seq.status is SeqStatus.SWAPPED]
+    return [seq for seq in pair.core.live if seq.status is SeqStatus.SWAPPED]
 
 
 def crowd(**changes):
@@ -30,7 +30,7 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     assert seq.num_computed_tokens % CONFIG.block_size
     before = seq.num_computed_tokens
     pair.replace_core()
-    num_held = pair.core.num_held_tokens(pair.again(seq.request))
+    num_held = pair.core.takeover.num_held_tokens(pair.again(seq.request))
     assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
     for request in requests:
         pair.submit(pair.again(request))
@@ -46,7 +46,7 @@ def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
     pair, requests = crowd(enable_prefix_caching=False)
     pair.replace_core()
     (other,) = (replace(pair.again(request), request_id="other") for request in requests[1:])
-    assert pair.core.num_held_tokens(other) == 0
+    assert pair.core.takeover.num_held_tokens(other) == 0
     pair.submit(other)
     assert not swapped(pair)
     pair.run(now=20.0)
