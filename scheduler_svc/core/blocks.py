@@ -1,4 +1,4 @@
-"""The blocks of one tier: who may write which, which are free, which are findable by content.
+"""The blocks of one tier: which are held, which are free, which are findable by content.
 
 A block is in one of three states, told by its reference count and whether it has a hash:
 

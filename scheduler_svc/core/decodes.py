@@ -28,7 +28,7 @@ class Decodes(Protocol):
         """How many compute in the next step."""
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        """Let `seq` decode after `step`, which computes its last known token."""
 
     def stop(self, seq: Sequence) -> None:
         """Forget a sequence, which still has its row."""
@@ -43,7 +43,7 @@ class Decodes(Protocol):
         """Return those that need a block at `step`, which each of them gets."""
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         """Return those that have their last token, now that the result of `step` is applied."""
@@ -67,7 +67,7 @@ class SteadyDecodes:
         return self._num_next
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        """Let `seq` decode after `step`, which computes its last known token."""
         num_known = len(seq.token_ids)
         seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
         self._ends.add(seq.last_step, seq)
@@ -103,11 +103,11 @@ class SteadyDecodes:
         return due
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
         self._num_next -= self._ends.num_due(step)
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return those whose last token `step` sampled."""
+        """Return those that got their last token from `step`."""
         return self._ends.pop(step)
 
 
@@ -121,8 +121,8 @@ class DraftedDecodes:
 
         min(n + f * (K + 1) + K, length - 1)
 
-    tokens: those that may be known when the step computes, the last of which it computes first, and
-    its guesses. The last token of all is not computed. Since K is less than a block, one block per
+    tokens: those that may be known when the step computes, and its guesses; it computes the last
+    known one. The last token of all is not computed. Since K is less than a block, one block per
     step is enough for at least one token per step; a worker guesses no more than the table has room
     for. All sequences are looked at in each step, as arrays.
     """
@@ -137,15 +137,15 @@ class DraftedDecodes:
         self._num_slots = np.zeros(config.max_num_seqs, np.int64)
         self._length = np.zeros(config.max_num_seqs, np.int64)
         self._single = StepWheel()
-        """Those that get one token and end: they decode in no step."""
+        """Sequences that get one token and end: they decode in no step."""
 
     @property
     def num_next(self) -> int:
-        """How many compute in the next step; those that have ended unheard are among them."""
+        """How many compute in the next step, those included that ended in a step in flight."""
         return int(np.count_nonzero(self._decodes))
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        """Let `seq` decode after `step`, which computes its last known token."""
         assert seq.row is not None
         seq.last_step = None
         if len(seq.token_ids) + 1 == seq.max_total_tokens:
@@ -168,7 +168,7 @@ class DraftedDecodes:
         return int(np.count_nonzero(self._is_due(step)))
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` may need, as far as one can tell."""
+        """Return how many blocks the two steps after `step` may need, as far as is known."""
         return self.num_due(StepId(step + 2))
 
     def take_due(self, step: StepId) -> list[Sequence]:
@@ -178,7 +178,7 @@ class DraftedDecodes:
         return self._owners(due)
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         """Return those that have their last token, now that the result of `step` is applied."""

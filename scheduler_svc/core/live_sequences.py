@@ -18,7 +18,7 @@ class LiveSequences:
 
     The first sequence of a new request leads: it computes the prompt, and the others, its siblings,
     fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds. A
-    beam search has a sequence for each beam, of which the first `n` have the names of its outputs.
+    beam search has a sequence for each beam; the first `n` have the names of its outputs.
     """
 
     def __init__(self) -> None:

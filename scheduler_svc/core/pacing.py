@@ -1,7 +1,7 @@
 """Learns how long a worker's steps take, and bounds the prompts of the next step by it.
 
-A prompt delays every stream beside it: a step is answered as a whole. So the bound is what there is
-time for. What takes how long is learned from the steps themselves: how long a step takes that only
+A prompt delays every stream beside it: a step is answered as a whole. So the bound is what fits in
+time. What takes how long is learned from the steps themselves: how long a step takes that only
 decodes, by how many sequences there are; how much longer each prompt token makes it, where there
 are many; and what a step with a few tokens pays for having any, such as for reading all that is
 before them. But the bound is never so low that a prompt mostly pays for that, nor that prompts
@@ -207,7 +207,7 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When the next step should go out, by the clock of `sent` and `answered`; -inf: at once.
 
-        Not long before it can begin, so that what comes meanwhile is in it, not behind it.
+        Shortly before it can begin, so that what arrives until then is in it, not behind it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

@@ -73,7 +73,7 @@ class Preemption:
         Returns:
             False if only answers to steps in flight will free enough blocks.
         """
-        while self.has_too_many:
+        while self._pressure.max_running is not None and self.has_too_many:
             self.num_for_memory += 1
             self.preempt(self._last(), can_swap=self._can_swap_for_memory)
         while self.num_blocks_due(step) > self._pool.num_available:

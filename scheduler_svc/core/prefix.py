@@ -27,7 +27,7 @@ class FoundKv:
     sources: list[HostBlockId]
     """Blocks to be swapped in for it."""
     num_tokens: int
-    """Tokens whose KV they hold; the last source may be partly filled."""
+    """Tokens with KV in them; the last source may be partly filled."""
 
 
 class KvLookup:

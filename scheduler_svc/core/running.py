@@ -1,4 +1,4 @@
-"""The sequences that run: their rows, their block tables, and what is due for them when."""
+"""The sequences that run: their rows and block tables, from start to stop."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ class RunningSet:
             else SteadyDecodes(config, steps)
         )
         self._released_rows: list[int] = []  # the worker does not know yet
-        self._turns: list[Started | Preempted] = []  # no plan has told yet
+        self._turns: list[Started | Preempted] = []  # for the next plan
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -100,7 +100,8 @@ class RunningSet:
     def must_send(self) -> bool:
         """Whether a plan must go out, even if it computes nothing.
 
-        The worker must be told what is gone or moves; or be there to tell what the disk has done.
+        The worker must learn of rows that are gone and blocks that move; or its answer is needed to
+        learn what the disk has done.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
@@ -115,8 +116,8 @@ class RunningSet:
         Args:
             seq: Holds no device block yet.
             found: What its table begins with; it becomes a holder of the shared blocks.
-            num_new_blocks: Blocks of its own, of which the first are for `found.sources`; as many
-                are free, besides the shared ones.
+            num_new_blocks: Blocks of its own; the first are for `found.sources`. As many are
+                available, besides the shared ones.
         """
         seq.move(SeqStatus.PREFILL)
         shared = found.ready + found.loading
@@ -140,7 +141,7 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`, whose tokens but the last the parent has computed; it computes the last.
+        """Start `child`; the parent has computed all its tokens but the last.
 
         That token's slot, and those after it in its block, are the child's own to write: it starts
         with a copy of that block, made in the first step that computes for it.
@@ -174,7 +175,7 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned: what it needs came before."""
+        """Whether a sequence may compute in the step being planned: its swap-ins have gone out."""
         return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
@@ -226,10 +227,10 @@ class RunningSet:
             seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Have blank blocks for what grows in the two steps after `step`.
+        """Free blocks for what grows in the two steps after `step`.
 
-        They may be steps that swap in, in which what is evicted is lost, and with it all that
-        continues it; now it is demoted.
+        These may swap in, and then what they evict is lost, with all that continues it; now it is
+        demoted.
         """
         num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
         if num_lacking <= 0:
@@ -239,7 +240,7 @@ class RunningSet:
             self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
     def send(self, draft: PlanDraft) -> StepPlan:
-        """Complete a plan and note that it goes out."""
+        """Complete a plan, which goes out."""
         self._tier.send(draft)
         self._steps.send(draft.step_id)
         self._steps.hold(draft.copied)
@@ -253,10 +254,10 @@ class RunningSet:
         return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
-        """Note that a step with swap-ins is answered.
+        """Take the answer to a step with swap-ins.
 
         Args:
-            failed: The device blocks whose content is not to be trusted.
+            failed: Device blocks with content that is not to be trusted.
 
         Returns:
             The sequences that depend on them, which must be stopped.
@@ -285,7 +286,7 @@ class RunningSet:
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
         """Take row and device blocks from a running sequence; the caller changes its status.
 
-        If it `is_idle`, no step in flight names it, and what it held is free at once.
+        If it `is_idle`, no step in flight names it, and what it held is dropped at once.
         """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
@@ -322,8 +323,8 @@ class RunningSet:
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
 
-        A scheduler that has only the labels finds the tail by its name; and so the full blocks,
-        which have no names yet if there is no prefix cache.
+        A later scheduler finds the tail by its label, and without a prefix cache the full blocks,
+        too, which have no names otherwise.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_full, num_in_tail = divmod(num_computed, size)
@@ -338,13 +339,13 @@ class RunningSet:
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 
     def distrust(self, seq: Sequence) -> None:
-        """Let nobody find the blocks of a running sequence whose KV is broken."""
+        """Make the blocks of a running sequence unfindable: its KV is broken."""
         self._pool.forget(seq.block_ids)
         self._tier.forget(seq.block_hashes)
         seq.num_published_blocks = len(seq.block_ids)
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a sequence that just started depend on swap-ins; if on none, the host's copy goes."""
+        """Let a sequence that just started depend on swap-ins; if on none, drop the host's copy."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq
@@ -353,7 +354,7 @@ class RunningSet:
             seq.host_block_ids = ()
 
     def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
-        """Tell the worker all about a sequence."""
+        """Put a sequence, in full, into the plan."""
         assert seq.row is not None
         seq.announced = True
         search = None if seq.group is None else seq.group.state_with(seq)

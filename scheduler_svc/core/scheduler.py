@@ -164,7 +164,7 @@ class Scheduler:
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue the sequences of a request, or let them run on in what the worker held of them.
+        """Queue the sequences of a request, or let them go on with what the worker holds of them.
 
         Raises:
             RequestTooLongError: No sequence of it could ever finish.
@@ -244,8 +244,10 @@ class Scheduler:
             The plan, which must be executed; or None if there is nothing to do, or nothing before
             a step in flight is answered.
         """
-        self.takeover.expire(now)
-        self.pressure.lower_bound(now, self._num_taken_rows)
+        if now >= self.takeover.expires_at:
+            self.takeover.expire()
+        if self.pressure.max_running is not None:
+            self.pressure.lower_bound(now, self._num_taken_rows)
         if len(self.steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)
@@ -293,7 +295,7 @@ class Scheduler:
         return StepEvents(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
 
     def take_expired(self) -> tuple[Finished, ...]:
-        """Return the ends that `schedule` has brought about since the last call."""
+        """Return the sequences that `schedule` ended since the last call."""
         expired, self._expired = tuple(self._expired), []
         return expired
 
@@ -340,7 +342,7 @@ class Scheduler:
         self.takeover.inherit(holdings, now)
 
     def take_adopted(self) -> StepEvents | None:
-        """Return what the sources must hear of sequences adopted since the last call, if any."""
+        """Return the events of sequences adopted since the last call, if any."""
         return self.takeover.take_adopted()
 
     # --- questions ------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ class Scheduler:
             self.defragmenter.plan(draft, len(self.steps))
         plan = None
         if num_decodes or draft.chunk_lens or draft.copy_src or self.running.must_send:
-            draft.pins = self.pins.take_untold(now)
+            draft.pins = self.pins.take_unsent(now)
             plan = self.running.send(draft)
         if self.resizing.is_shrinking:
             self.resizing.on_planned()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it is made of sequences
 
 
 class SeqStatus(Enum):
-    """Where a sequence is in its life."""
+    """The states of a sequence."""
 
     WAITING = "waiting"
     """In the queue; holds no row, no device block, and no KV of its own."""
@@ -113,7 +113,7 @@ class Sequence:
     """The length at which it ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether it has left the queue before, and its source heard of it."""
+    """Whether it has left the queue before, and its source was sent that."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """Its block table. It only grows while it runs, but for blocks that the defragmenter moves."""
@@ -128,9 +128,9 @@ class Sequence:
     num_cached_tokens: int = 0
     """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
     num_charged_tokens: int = 0
-    """First tokens of its prompt that the policy was told of; kept through preemption."""
+    """First tokens of its prompt that the policy has charged; kept through preemption."""
     announced: bool = False
-    """Whether the worker has heard of it since it got its row."""
+    """Whether the worker has been sent it since it got its row."""
     copy_from: DeviceBlockId | None = None
     """Until announced: the block that its last one starts as a copy of; it holds a reference."""
     host_block_ids: tuple[HostBlockId, ...] = ()
@@ -140,10 +140,10 @@ class Sequence:
     """In SWAPPED: where the rest of it is, past `host_block_ids`. In FETCHING: its copies there."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
     """In FETCHING and WAITING: blocks of the host's prefix cache that it will find at its turn, as
-    some were loaded for it; in no order. Whoever needs their room may take them."""
+    some were loaded for it; in no order. Another sequence that needs their room may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
-    """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
-    own is published meanwhile."""
+    """Blocks with its KV that are still being swapped in, as far as is known. Until then nothing of
+    its own is published."""
     last_step: StepId | None = None
     """In DECODE: the step that samples its last token, unless a stop token comes first; None: what
     is drafted decides."""

@@ -38,7 +38,8 @@ class MigrationMachine(SchedulerMachine):
 
     @property
     def must_go_on(self):
-        return any(seq.status is not SeqStatus.MIGRATING for seq in self.core.live)
+        stays = any(seq.status is not SeqStatus.MIGRATING for seq in self.core.live)
+        return super().must_go_on and stays
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())

@@ -8,7 +8,7 @@ and these are, for the next step:
     the first child of a beam    goes on in its parent's place: same row, same blocks
     a further child              forks into the place of a beam that has no child: it shares the
                                  parent's full blocks, and starts with a copy of the partial one
-    nobody's child               the place is spare; a row is kept for it
+    no child                     the place is spare; a row is kept for it
 
 To the worker each step of a beam is a sequence of its own, that may have one token more than it
 brings. So a beam never decodes, and no step in flight names it while its next step is prepared.
@@ -38,7 +38,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class BeamGroups:
-    """The searches that run: begins their steps, takes their reports, starts and stops them."""
+    """The searches that run: starts and stops them, begins steps, applies candidates."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class BeamGroups:
         return sum(group.num_blocks_due(self._block_size) for group in self)
 
     def on_started(self, seq: Sequence) -> None:
-        """Note that a sequence was started; if it leads a search, keep rows for the other beams."""
+        """Keep rows for the other beams if the sequence that was started leads a search."""
         if (group := seq.group) is None:
             return
         self._groups[group.leader.seq_id] = group
@@ -119,7 +119,7 @@ class BeamGroups:
                 self._spread(group)
 
     def apply_candidates(self, outcome: StepOutcome) -> list[BeamGroup]:
-        """Take the candidates that a step's result has; return the searches that are over."""
+        """Take the candidates in a step's result; return the searches that are over."""
         over: list[BeamGroup] = []
         if not self._groups:
             return over

@@ -1,4 +1,4 @@
-"""A heap from whose middle items can be taken: removal marks, and marks are collected.
+"""A heap with removal from the middle: removed entries are marked, and collected later.
 
 Adding and removing cost O(log n), amortized.
 """

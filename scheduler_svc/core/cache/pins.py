@@ -1,11 +1,10 @@
 """Prompts' blocks that stay in the prefix cache for a time, whatever else is evicted.
 
-A pin is a reference to a device block. It is a promise as good as there is room: pins together hold
-a share of the blocks at most, and when a sequence could not run at all otherwise, they go, those
-that would end first before the others.
+A pin is a reference to a device block. Pins together hold at most a share of the blocks, and when a
+sequence could not run at all otherwise, pins are given up, those that would end first in front.
 
-The worker is told, by the names of the contents, so that a later scheduler has the pins that its
-quota has room for. It is not told of those that end early: there may be room again.
+The worker is sent the hashes of what is pinned, so that a later scheduler can restore the pins that
+its share has room for. It is not sent those that end early: a later scheduler may have room.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ class Pins:
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
         self._pinned: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
-        self._untold: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
+        self._unsent: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
         self._next_end = float("inf")  # no pin ends before that
 
     @property
@@ -85,18 +84,18 @@ class Pins:
         pinned, self._pinned = self._pinned, ()
         return pinned
 
-    def take_untold(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return names of what was pinned since the last call, and for how many seconds."""
-        if not self._untold:  # as in almost every step
+    def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
+        """Return the hashes pinned since the last call, and for how many seconds."""
+        if not self._unsent:  # as in almost every step
             return ()
-        untold, self._untold = self._untold, []
+        untold, self._unsent = self._unsent, []
         return tuple((name, until - now) for name, until in untold if until > now)
 
     def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
-        """Have the pins of a scheduler before, as far as their blocks are cached and there is room.
+        """Restore the pins of the scheduler before, as far as blocks are cached and there is room.
 
         Args:
-            pins: Names, and for how many seconds from now; of each prompt from its beginning.
+            pins: Hashes and seconds from now; those of a prompt from its beginning.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -106,7 +105,7 @@ class Pins:
         self.keep_within_share()
 
     def expire(self, now: float) -> None:
-        """Let go of what has been pinned for its time."""
+        """Unpin blocks whose time is over."""
         if now < self._next_end:
             return
         while (first := self._by_end.first()) is not None and first[0][0] <= now:
@@ -114,9 +113,9 @@ class Pins:
         self._next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
-        """Let go of up to `count` blocks, those that would end first; say whether there were any.
+        """Unpin up to `count` blocks, those that would end first; return whether there were any.
 
-        The blocks are not free if someone else holds them.
+        A block does not become available if it has other holders.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
@@ -126,11 +125,11 @@ class Pins:
         return any_pinned
 
     def keep_within_share(self) -> None:
-        """Let go of what is more than the share of the pool, which has become smaller."""
+        """Unpin what is beyond the share of the pool, which has become smaller."""
         self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
-        """Let go of those of `blocks` that are pinned: their content is not to be trusted."""
+        """Unpin those of `blocks` that are pinned: their content is not to be trusted."""
         for block in blocks:
             if block in self._ends:
                 self._let_go(block)
@@ -142,7 +141,7 @@ class Pins:
         self._set_end(dst, end, place)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
-        """Pin what the first of `hashes` name, or for longer; return how many there is room for."""
+        """Pin the blocks of the first of `hashes`, or prolong their pins; return how many."""
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
@@ -155,7 +154,7 @@ class Pins:
                 self._by_end.discard(block)
             # A prefix ends no sooner than what continues it, and among equals after it.
             self._set_end(block, until, -index)
-            self._untold.append((hashes[index], until))
+            self._unsent.append((hashes[index], until))
         return len(blocks)
 
     def _set_end(self, block: DeviceBlockId, until: float, place: int) -> None:

@@ -6,8 +6,8 @@ To grow, the worker is asked first, and then the core takes what has come (`resi
                 cached in them is demoted as far as a step has room for it. Held ones are moved
                 below by the defragmenter, and where there is no room below, sequences are preempted
                 first.
-    is_shrunk   none is held; the worker has been told of all rows that are gone, and all steps
-                are answered that may have touched one. Now it can be told to give them back.
+    is_shrunk   none is held; the worker has been sent all rows that are gone, and all steps
+                are answered that may have touched one. Now it may give them back.
     resize      it has: they are gone. Or it has not: they are in use again.
 """
 
@@ -123,7 +123,7 @@ class Resizing:
     def on_planned(self) -> None:
         """After each plan while it shrinks: note the last step if none of the blocks is held.
 
-        By then the worker has been sent all that there was to tell of them.
+        By then the worker has been sent all changes that name them.
         """
         if self._last_step is None and not self._pool.num_leaving:
             self._labels.forget({*range(self._pool.num_usable, self._pool.num_blocks)})

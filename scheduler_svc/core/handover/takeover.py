@@ -76,7 +76,9 @@ class Takeover:
         self.num_recomputed_tokens = 0
         """Tokens that adopted sequences compute again, though the worker had computed them."""
         self.num_adopted_tokens = 0
-        """Tokens of adopted sequences whose KV the worker still had."""
+        """Tokens of adopted sequences with KV that the worker still had."""
+        self.expires_at = float("inf")
+        """`expire` need not be called before."""
         self._config = config
         self._pool = pool
         self._pins = pins
@@ -89,7 +91,6 @@ class Takeover:
         self._finish = finish
         self._unclaimed: dict[bytes, list[HeldRow]] = {}  # by identity
         self._kept_until = 0.0
-        self._claimable_until = 0.0
         self._unheard: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
         """Sampled tokens that the sources have not heard of; with log-probabilities, if wanted."""
         self._ended: list[Finished] = []
@@ -101,7 +102,7 @@ class Takeover:
         for row in holdings.rows[: self._config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
         self._kept_until = now + REUNION_S
-        self._claimable_until = now + self._config.claim_s
+        self.expires_at = now + self._config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
         tables = [row.block_ids for row in self.unclaimed]
@@ -123,11 +124,11 @@ class Takeover:
         """The device blocks that unclaimed rows hold, each as often as it is held."""
         return [block for row in self.unclaimed for block in row.block_ids]
 
-    def expire(self, now: float) -> None:
-        """Free what has been unclaimed for `claim_s`."""
-        if self._unclaimed and now >= self._claimable_until:
-            for row in self.unclaimed:
-                self._free(row)
+    def expire(self) -> None:
+        """Free what is unclaimed: `claim_s` are over."""
+        self.expires_at = float("inf")
+        for row in self.unclaimed:
+            self._free(row)
 
     def give_up_one(self, now: float) -> bool:
         """Free an unclaimed row, since nothing can run without; say whether there was one.
@@ -147,7 +148,7 @@ class Takeover:
         return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
     def take_adopted(self) -> StepEvents | None:
-        """Return what the sources must hear of sequences adopted since the last call, if any."""
+        """Return the events of sequences adopted since the last call, if any."""
         if not (self._unheard or self._ended):
             return None
         unheard, self._unheard = self._unheard, []

@@ -10,9 +10,9 @@ from scheduler_svc.core.request import Request
 class Combined(Policy):
     """By priority, within a level fair between tenants, within a tenant by deadline or arrival.
 
-    A criterion that is None does not count. With priority, a sequence that has waited for longer
-    than the aging period is before newer ones of its priority, whoever's they are: fairness decides
-    among those of one period. That is what bounds everybody's wait; a longer period is fairer.
+    A criterion that is None is left out. With priority, a sequence that has waited for longer
+    than the aging period is before newer ones of its priority, whichever tenant they are of:
+    fairness decides among those of one period. That bounds every wait; a longer period is fairer.
     """
 
     def __init__(

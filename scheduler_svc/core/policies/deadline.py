@@ -1,4 +1,4 @@
-"""Earliest deadline first, and everybody has one."""
+"""Earliest deadline first; a request without one has one, too."""
 
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank

@@ -1,4 +1,4 @@
-"""Higher priority first, and everybody's turn comes."""
+"""Higher priority first; waiting raises it, so that no sequence waits for ever."""
 
 from math import floor
 

@@ -1,4 +1,4 @@
-"""Who holds which blocks of a core, tier by tier and sequence by sequence; changes nothing."""
+"""Describes which blocks of a core are held, by tier and by sequence; changes nothing."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -21,7 +21,7 @@ MAX_SEQUENCES: Final = 1024
 MAX_TABLE_BLOCKS: Final = 65_536
 """Most block numbers in the tables of one description, unless one sequence alone has more."""
 MAX_BLOCKS: Final = 65_536
-"""Most blocks of a tier whose states are in one description."""
+"""Most block states of a tier in one description."""
 
 
 class Tier(Enum):
@@ -33,7 +33,7 @@ class Tier(Enum):
 
 
 class BlockState(IntEnum):
-    """What a block is; of those that are true of it the greatest."""
+    """The state of a block: the greatest that applies."""
 
     FREE = 1
     CACHED = 2
@@ -81,7 +81,7 @@ class SequenceDescription:
     num_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is there, in any tier."""
+    """Tokens with KV in any tier."""
     num_cached_tokens: int
     num_device_blocks: int
     num_host_blocks: int
@@ -150,7 +150,7 @@ def _describe_pool(
     tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query
 ) -> TierDescription:
     ref_counts = pool.ref_counts.copy()
-    ref_counts[pinned] -= 1  # whom a pin keeps for is told apart from who uses it
+    ref_counts[pinned] -= 1  # a pin is not a user
     has_hash = np.array([each is not None for each in pool.books.hashes], np.bool_)
     states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)
     states[has_hash] = BlockState.CACHED

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """What is cheap enough to look at for every step."""
+    """The queues' lengths, cheap enough to read for every step."""
 
     num_running: int
     num_waiting: int
@@ -33,10 +33,10 @@ def read_queues(core: "Scheduler") -> Queues:
 
 
 def read_prompts(core: "Scheduler") -> PromptQueue:
-    """Look at the prompts of `core`; it takes time in proportion to those at work.
+    """Count the prompts of `core`; it takes time in proportion to those being computed.
 
-    Those that wait for a row or for blocks do not count. How many do is estimated by what the
-    waiting need on average.
+    Of the waiting, only as many count as rows and blocks are left for, estimated by what they need
+    on average.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
@@ -61,7 +61,7 @@ def num_steps_sent(core: "Scheduler") -> int:
 
 
 def num_steps_answered(core: "Scheduler") -> int:
-    """Count those of them whose results it has; they come in order."""
+    """Count the steps that `core` has results of; they come in order."""
     return core.steps.last_answered
 
 

@@ -4,7 +4,7 @@ A move goes out with a plan and takes as long as it takes; the outcome of some l
 it has ended. Stores go out with the next plan, all of them, because that plan may reuse their host
 blocks. Loads go out in the order asked for, `max_disk_moves` at a time, and never wait for stores.
 
-Who holds a disk block, besides the sequences that have spilled to it:
+Holders of a disk block, besides the sequences that have spilled to it:
 
     a store   its disk block, from when it is asked for until it has ended. Only then can the block
               be found: before, it holds nothing.
@@ -27,7 +27,7 @@ from scheduler_svc.core.plan_builder import PlanDraft
 class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
-    """Of its content, if that may be found."""
+    """The hash of its content, if that may be found."""
 
 
 class DiskBooks(NamedTuple):
@@ -42,7 +42,7 @@ class DiskBooks(NamedTuple):
 
 
 class DiskTier:
-    """Owns the disk blocks and the moves under way; without disk blocks there are none."""
+    """Owns the disk blocks, and the moves under way."""
 
     def __init__(self, config: SchedulerConfig, host_pool: BlockPool[HostBlockId]) -> None:
         self.pool = BlockPool(config.num_disk_blocks, DiskBlockId, eviction=config.eviction)
@@ -89,7 +89,7 @@ class DiskTier:
             draft.disk_load_dst.append(target)
 
     def answer(self, outcome: StepOutcome) -> None:
-        """Take the moves that have ended; what fails to be loaded is forgotten.
+        """End moves; what fails to be loaded is forgotten.
 
         Raises:
             BrokenInvariantError: There is no such move.
@@ -162,7 +162,7 @@ class DiskTier:
             block_hash: Of its content, if that may be found.
 
         Returns:
-            The disk block, of which the caller is a holder.
+            The disk block; the caller is a holder.
         """
         if block_hash is not None and (known := self._find(block_hash)) is not None:
             self.pool.share([known])
@@ -205,7 +205,7 @@ class DiskTier:
 
         Args:
             source: The block.
-            target: A new host block, whose one reference the load takes.
+            target: A new host block; the load takes its one reference.
             block_hash: Of the content, if that may be found.
         """
         self.pool.share([source])

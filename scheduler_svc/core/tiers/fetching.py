@@ -1,9 +1,9 @@
-"""Sequences that wait for the disk: what they need is loaded to the host before their turn comes.
+"""Sequences that wait for the disk: what they need is loaded to the host before their turn.
 
-There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits
-and finds a part of its prompt on the disk, past what the device has: what there is no room for, or
-cannot be loaded, it computes. Both are FETCHING meanwhile, out of the queue, and go back to their
-place in it when the last load that they wait for has ended; others run meanwhile.
+There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits,
+and a part of its prompt is on the disk, past what the device has; it computes what does not fit on
+the host, or cannot be loaded. Both are FETCHING until the last load that they wait for has ended:
+out of the queue, so that others run; then they go back to their place in it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,14 +26,14 @@ _Known = tuple[DiskBlockId, BlockHash | None]
 
 
 class FetchStatus(Enum):
-    """What becomes of the first in the queue."""
+    """Whether the first sequence in the queue can start."""
 
     READY = auto()
-    """It needs nothing from the disk, or nothing that there is room for."""
+    """It need not wait for the disk."""
     FETCHING = auto()
-    """It has left the queue."""
+    """It has left the queue, to wait for loads."""
     LATER = auto()
-    """It is swapped, and what it needs cannot be loaded yet."""
+    """It is swapped, and its blocks cannot be loaded yet."""
 
 
 class Fetching:
@@ -63,7 +63,7 @@ class Fetching:
 
     @property
     def num_swapped(self) -> int:
-        """Those that are swapped."""
+        """The swapped ones of them."""
         return sum(bool(seq.disk_block_ids) for seq in self._awaited)
 
     @property
@@ -79,9 +79,9 @@ class Fetching:
     # --- there ----------------------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        """Let a new sequence wait; what it can have from the disk is fetched ahead of its turn.
+        """Queue a new sequence, or fetch its prefix from the disk ahead of its turn.
 
-        Half of the host is left to others.
+        Fetching ahead leaves half of the host to others.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
@@ -91,7 +91,7 @@ class Fetching:
         """Fetch what the first in the queue needs.
 
         Args:
-            seq: It.
+            seq: The first sequence in the queue.
             has_room: Whether the device could take it: then others give up room on the host.
         """
         if not self._is_enabled:
@@ -103,12 +103,12 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold what the host has of a prefix that goes on past the device, and load the rest.
+        """Hold what the host has of a prefix past the device's part, and load the rest.
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            room: So many free host blocks may be taken.
-            may_be_part: Whether to go as far as they suffice, or not to begin.
+            room: Most host blocks to take.
+            may_be_part: Whether to load a part if they do not suffice for all.
 
         Returns:
             Whether there is something to wait for.
@@ -147,7 +147,7 @@ class Fetching:
         return True
 
     def _fetch_spilled(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
-        """Bring a swapped sequence's blocks back, if any have gone to the disk."""
+        """Load a swapped sequence's spilled blocks, if it has any."""
         if not seq.disk_block_ids:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
@@ -190,7 +190,7 @@ class Fetching:
             there: Host blocks that it holds, which may be targets of loads under way.
 
         Returns:
-            The loads' host blocks, of which the sequence is a holder.
+            The loads' host blocks; the sequence is a holder of each.
         """
         loads = list(loads)
         # Held before anything is allocated, which may evict what is found on either tier.
@@ -215,7 +215,7 @@ class Fetching:
     # --- and back -------------------------------------------------------------------------------
 
     def answer(self, outcome: StepOutcome) -> None:
-        """Take the ends of disk moves; who waited for the last of them is in the queue again."""
+        """End disk moves; a sequence that waited for the last of its loads is queued again."""
         self._disk.answer(outcome)
         for block in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):
             for seq in self._room.spilled_to(block):
@@ -233,7 +233,7 @@ class Fetching:
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
-        """Let a sequence wait no longer; its loads go on, for the cache."""
+        """Stop waiting for a sequence's loads; they go on, for the cache."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
                 waiters.discard(seq)
@@ -241,7 +241,7 @@ class Fetching:
                     del self._waiters[target]
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return one whose deadline has passed, if one's has."""
+        """Return a sequence with a deadline that has passed, if there is one."""
         for seq in self._awaited:
             if seq.request.deadline is not None and seq.request.deadline <= now:
                 return seq
@@ -263,7 +263,7 @@ class Fetching:
         self._queue.push(seq)
 
     def _give_up(self, seq: Sequence) -> None:
-        """Let a swapped sequence whose KV cannot be had any more compute it again."""
+        """Let a swapped sequence that has lost a part of its KV compute it again."""
         if seq.status is SeqStatus.FETCHING:
             self._come_back(seq)
         self._room.give_up(seq)

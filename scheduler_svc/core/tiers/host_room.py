@@ -1,8 +1,8 @@
-"""Room on the host: which waiting sequences give theirs up when others need it, and how.
+"""Makes room on the host: which waiting sequences give theirs up for others, and how.
 
-What was fetched for a sequence that waits is let go first; the prefix cache may keep it. Then the
-swapped sequences spill, the last in order first: their last blocks go to the disk. Only if the disk
-is full, too, and the one that needs room is before them, their KV is dropped.
+First, blocks fetched for waiting sequences are dropped; the prefix cache may keep them. Then
+swapped sequences spill, the last in order first: their last blocks go to the disk. If the disk is
+full, too, the KV of those behind the sequence that needs room is dropped.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class HostRoom:
-    """Takes the host and disk blocks of waiting sequences; the one that makes them spill."""
+    """Takes host and disk blocks from waiting sequences, or makes them spill."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class HostRoom:
         self._live = live
 
     def make_for_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Have room for the blocks of a sequence that is preempted, if it should be swapped out.
+        """Make room for the blocks of a sequence that is preempted, if a swap is worth it.
 
         Returns:
-            Whether it should: it is worth it, and there is room.
+            Whether to swap it out: it is worth it, and there is room.
         """
         if num_blocks > self._tier.pool.num_blocks:
             return False
@@ -56,7 +56,7 @@ class HostRoom:
         return True
 
     def make_for_fetch(self, seq: Sequence, num_blocks: int) -> bool:
-        """Have room for blocks of a swapped sequence that is the first in order.
+        """Make room for blocks of a swapped sequence that is the first in order.
 
         Returns:
             Whether there is; if not, moves under way may make some.
@@ -106,7 +106,7 @@ class HostRoom:
         return iter(sorted(seqs, key=self._queue.sort_key, reverse=True))
 
     def _let_go(self, num_blocks: int) -> None:
-        """Stop holding blocks for those who do not have their own KV there."""
+        """Drop blocks fetched for waiting sequences."""
         if num_blocks <= self._tier.pool.num_available:
             return
         for seq in self._last_first(SeqStatus.WAITING):
@@ -118,7 +118,7 @@ class HostRoom:
     def _find_spills(
         self, num_blocks: int, but: Sequence | None = None
     ) -> list[tuple[Sequence, int]] | None:
-        """Find who must spill for `num_blocks` to be free, and how many blocks each then keeps.
+        """Find which sequences must spill for `num_blocks` to be available, and what each keeps.
 
         Returns:
             None if that is impossible.

@@ -1,12 +1,12 @@
-"""The host tier: its blocks, and what moves between them and the device's blocks in which step.
+"""The host tier: its blocks, and which step moves what between them and the device's blocks.
 
-Moves are asked for at any time and go out with a plan, in one direction at a time: a step swaps out
+Moves are requested at any time and go out with a plan, in one direction at a time: a step swaps out
 or swaps in, never both. Swap-outs go first, all with the next plan, because that plan may reuse
-their device blocks. Swap-ins wait for a plan without. To let them have one, nothing is demoted
-while they wait; only preemption then swaps out, and it ends when nobody is left to preempt.
+their device blocks. Swap-ins wait for a plan without swap-outs. So that there is one, nothing is
+demoted while they wait; then only preemption swaps out, and no more than what runs.
 
-A swap-in holds a reference to its host block from when it is asked for until its step is answered.
-The device block is held by whoever waits for it.
+A swap-in holds a reference to its host block from its request until its step is answered. The
+sequences that wait for it hold the device block.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ class HostBooks(NamedTuple):
 
 
 class HostTier:
-    """Owns the host blocks and the moves under way; without host blocks there are none."""
+    """Owns the host blocks, and the moves under way."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class HostTier:
             self.num_swapped_in += len(moves)
 
     def answer(self, step: StepId, failed: Int32Array) -> None:
-        """Take the end of a step's swap-ins; what the host held for `failed` ones is forgotten.
+        """End a step's swap-ins; what the host held for `failed` ones is forgotten.
 
         Raises:
             BrokenInvariantError: One of `failed` is not of this step.
@@ -126,7 +126,7 @@ class HostTier:
             hashes: Of the first of them, the full ones; found on the host from now on.
 
         Returns:
-            The host blocks, of which the caller is the holder.
+            The host blocks; the caller holds them.
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
@@ -143,7 +143,7 @@ class HostTier:
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Forget those of `targets` that have not gone out; nobody waits for them any more."""
+        """Cancel those of `targets` that have not gone out; no sequence waits for them any more."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
@@ -207,8 +207,8 @@ class HostTier:
         """Look up the longest prefix of `hashes` that the host has; changes nothing.
 
         Returns:
-            Blocks that are being swapped in already, for someone else; and the host blocks after
-            them.
+            Blocks that are being swapped in already, for another sequence; and the host blocks
+            after them.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
