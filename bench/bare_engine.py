@@ -23,23 +23,22 @@ import uvloop
 from grpc_load import draw_prompts, sampling_of
 from load import Workload
 
+from contract.codec.step import plan_to_proto, result_from_proto, result_to_proto
+from contract.step import Plan, Result
 from gpu_worker.loading.assemble import load
-from gpu_worker.service.step_wire import step_input_from_proto, step_output_to_proto
+from gpu_worker.service.step_wire import plan_of
 from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.loop import StepLoop
-from gpu_worker.step.messages import StepOutput
 from quire.v1 import worker_pb2
 from rpc.observe import logs
 from rpc.settings import parse_settings
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.pacing.pacer import Pace, StepPacer
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.wire.worker import plan_to_proto, result_from_proto
 
 _EPOCH = 1
 _ATTACHMENT = 0
@@ -94,7 +93,7 @@ class BareEngine:
     async def _complete(self, requests: Iterator[Request], concurrency: int) -> int:
         """Give the number of tokens produced."""
         num_tokens = 0
-        in_flight: deque[asyncio.Future[StepOutput]] = deque()
+        in_flight: deque[asyncio.Future[Result]] = deque()
         self._submit(islice(requests, concurrency))
         while True:
             # At once, unlike a session: nothing comes but by the results.
@@ -103,16 +102,16 @@ class BareEngine:
                 in_flight.append(self._launch(plan))
             if not in_flight:
                 return num_tokens
-            message = step_output_to_proto(await in_flight.popleft(), _EPOCH).SerializeToString()
+            message = result_to_proto(await in_flight.popleft(), _EPOCH).SerializeToString()
             result = result_from_proto(
                 worker_pb2.StepResult.FromString(message), 0, self._limits.max_num_seqs
             )
             self._pacer.answered(result.execute_s, time.monotonic())
-            news = self._core.update(result.outcome)
+            news = self._core.update(result)
             num_tokens += len(news.token_ids)
             self._submit(islice(requests, len(news.finished)))
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self) -> Plan | None:
         bound = self._pacer.max_paced_tokens(read_prompts(self._core))
         return self._core.schedule(time.monotonic(), bound, self._pacer.max_prompt_tokens)
 
@@ -120,10 +119,10 @@ class BareEngine:
         for request in requests:
             self._core.submit(request, time.monotonic())
 
-    def _launch(self, plan: StepPlan) -> "asyncio.Future[StepOutput]":
+    def _launch(self, plan: Plan) -> "asyncio.Future[Result]":
         message = plan_to_proto(plan, _EPOCH, step_id_base=0).SerializeToString()
         batch = worker_pb2.StepBatch.FromString(message)
-        return self._steps.submit(_ATTACHMENT, step_input_from_proto(batch, self._limits))
+        return self._steps.submit(_ATTACHMENT, plan_of(batch, self._limits))
 
 
 async def _main(settings: WorkerSettings) -> None:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedWorker
@@ -132,7 +132,7 @@ class _Simulation:
         self._worker = SimulatedWorker(lambda _: Draw(0))
         self._coming: list[tuple[float, int]] = []
         """Requests on their way, as a heap: when they are there, and which."""
-        self._in_flight: deque[tuple[float, float, StepOutcome]] = deque()
+        self._in_flight: deque[tuple[float, float, Result]] = deque()
         """When a step will be done, how long the worker takes, and what comes of it."""
         self._free_at = 0.0
         self._due_at: float | None = None
@@ -200,7 +200,7 @@ class _Simulation:
             self._free_at = max(now, self._free_at) + execute_s
             self._in_flight.append((self._free_at, execute_s, self._worker.execute(plan)))
 
-    def _seconds(self, plan: StepPlan) -> float:
+    def _seconds(self, plan: Plan) -> float:
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
         num_spare = min(max(0, _SPARE_ROWS - plan.num_decodes), num_prompt_tokens)
         seconds = _STEP_S + _DECODE_S * plan.num_decodes

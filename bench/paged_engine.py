@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 from kv_simulation import MAX_BATCHED_TOKENS, Job, Step, share_outside
 
+from contract.arrays import Int32Array, ints
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Int32Array, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -85,7 +86,7 @@ class PagedEngine:
             self._submit()
         return step
 
-    def _move_blocks(self, plan: StepPlan) -> None:
+    def _move_blocks(self, plan: Plan) -> None:
         for row in plan.released_rows.tolist():
             self._is_held[self._tables.pop(row)] = False
             self._is_decoding[row] = False
@@ -119,7 +120,7 @@ class PagedEngine:
         for table in self._tables.values():
             table[:] = [moved.get(block, block) for block in table]
 
-    def _compute(self, plan: StepPlan) -> StepOutcome:
+    def _compute(self, plan: Plan) -> Result:
         decoding = np.flatnonzero(self._is_decoding)
         assert len(decoding) == plan.num_decodes
         self._num_computed[decoding] += 1
@@ -130,9 +131,9 @@ class PagedEngine:
         self._is_decoding[sampled] = True
         stopped = sampled[self._num_known[sampled] == self._full_len[sampled]]
         tokens = np.zeros(len(sampled), np.int32)
-        return StepOutcome(plan.step_id, sampled, tokens, stopped, ints([]))
+        return Result(plan.step_id, sampled, tokens, stopped, ints([]))
 
-    def _see_who_waits(self, plan: StepPlan) -> None:
+    def _see_who_waits(self, plan: Plan) -> None:
         """Note why the head of the queue, if it never ran, did not start in a step with room."""
         load = self._core.load()
         is_full = plan.num_scheduled_tokens == MAX_BATCHED_TOKENS

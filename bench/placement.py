@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedWorker
 from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
@@ -76,7 +76,7 @@ class SimulatedReplica:
         )
         self.block_size = BLOCK_SIZE
         self.worker = SimulatedWorker(lambda _: Draw(7))
-        self.plan: StepPlan | None = None
+        self.plan: Plan | None = None
 
     def placement_load(self) -> WorkerLoad:
         """See `placement.Worker`."""

@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.step import Plan, Result
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import Int32Array, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from sim_worker.time_model import TimeModel
@@ -135,7 +136,7 @@ class ModelledWorker:
         self._disk_free_at_s = dict.fromkeys(("store", "load"), 0.0)
         self._num_moves = 0
 
-    def execute(self, plan: StepPlan, now_s: float) -> tuple[float, StepOutcome]:
+    def execute(self, plan: Plan, now_s: float) -> tuple[float, Result]:
         """Return when the step's result is there, and the result."""
         begin_s = max(now_s, self._free_at_s)
         for row in plan.released_rows.tolist():
@@ -165,11 +166,11 @@ class ModelledWorker:
         if end_s == begin_s and self._disk:
             end_s = max(begin_s, self._disk[0][0])
         self._free_at_s = end_s
-        return end_s, StepOutcome(
+        return end_s, Result(
             plan.step_id, ints(sampled), ints(token_ids), ints([]), ints([]), **self._ends(end_s)
         )
 
-    def _begin_disk_moves(self, plan: StepPlan, now_s: float) -> None:
+    def _begin_disk_moves(self, plan: Plan, now_s: float) -> None:
         for kind, name, blocks in (
             ("store", "stored_disk_block_ids", plan.disk_store_dst_block_ids),
             ("load", "loaded_host_block_ids", plan.disk_load_dst_block_ids),
@@ -196,7 +197,7 @@ def play(trace: Trace, config: SchedulerConfig) -> Outcome:
     arrivals = [(float(trace.think_s[n, 0]), n, 0) for n in range(len(trace.conversations))]
     heapq.heapify(arrivals)
     live: dict[int, tuple[Turn, float]] = {}  # by sequence key, with the time of arrival
-    in_flight: deque[tuple[float, StepOutcome]] = deque()
+    in_flight: deque[tuple[float, Result]] = deque()
     known: set[BlockHash] = set()
     while arrivals or live:
         while arrivals and arrivals[0][0] <= outcome.now_s:

@@ -22,8 +22,8 @@ from subprocess import DEVNULL, PIPE
 import numpy as np
 
 from contract.hashing import extend_chain, root_hash
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -43,7 +43,7 @@ class InstantWorker:
         """Rows that decode."""
         return len(self._decoding)
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: Plan) -> Result:
         """Answer a plan; sequences here never end."""
         if len(plan.chunk_rows):
             for new in plan.new_sequences:
@@ -53,7 +53,7 @@ class InstantWorker:
             done = [row for row in plan.chunk_rows.tolist() if not self._left[row]]
             self._decoding = np.concatenate([self._decoding, np.array(done, np.int32)])
         tokens = np.ones(len(self._decoding), np.int32)
-        return StepOutcome(plan.step_id, self._decoding, tokens, NOTHING, NOTHING)
+        return Result(plan.step_id, self._decoding, tokens, NOTHING, NOTHING)
 
 
 def step_us(num_seqs: int, block_size: int, num_steps: int) -> float:

@@ -26,6 +26,7 @@ from kv_codecs import CodecTable, measure_codecs
 from make_model import Sizes, make_model
 from real_kv import load_engine, texts
 
+from contract.arrays import Int32Array
 from gpu_worker.kv.codecs.lossless import LosslessCodec
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.device_pool import KvPool
@@ -33,7 +34,6 @@ from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.loading.source import open_model
-from gpu_worker.step.messages import Int32Array
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "quire-tiny-python"
 CONTEXT = 1000

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import grpc.aio
 import structlog
 
+from contract.limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.worker_info import WorkerInfo
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError, read_json
 from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health.state import Health

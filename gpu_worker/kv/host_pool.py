@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
+from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.copy_streams import CopyStreams
 from gpu_worker.kv.transfer_meter import TransferMeter
 from gpu_worker.memory.pinned import pinned_bytes
-from gpu_worker.step.messages import Int32Array
 from gpu_worker.step.upload import upload
 from kernels import ops
 

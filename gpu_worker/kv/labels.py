@@ -13,9 +13,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, Int64Array
+from contract.hashing import HASH_BYTES
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker.kv.label_pins import LabelPins
 from gpu_worker.service.holdings import HeldBlocks, Holdings, Labels
-from gpu_worker.step.messages import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _T = TypeVar("_T", bound=np.generic)
@@ -25,7 +28,7 @@ class TierLabels:
     """The labels of one tier's blocks, and in which order they were given."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._labels = np.zeros((num_blocks, LABEL_BYTES), np.uint8)
+        self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
         """When each was given, as the caller counts; 0: it has none."""
 
@@ -86,7 +89,7 @@ class BlockLabels:
         self._stores: dict[int, tuple[Labels, Int64Array]] = {}
         self._loads: dict[int, int] = {}
 
-    def apply(self, step: StepInput, rows: Rows, scheduled: ScheduledRows) -> None:
+    def apply(self, step: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
         """Follow a step: what it names, what it moves, what it writes; moves do not fail here."""
         self._name(step.labelled_block_ids, step.labels)
         self._pins.pin(step.pins)
@@ -113,7 +116,7 @@ class BlockLabels:
             self._pins.held(),
         )
 
-    def fail_swap_ins(self, step: StepInput, failed: Int32Array) -> None:
+    def fail_swap_ins(self, step: Plan, failed: Int32Array) -> None:
         """Note which of a step's swap-ins have failed: their sources are bad, their targets void.
 
         Args:
@@ -183,7 +186,7 @@ class BlockLabels:
         ages[self._is_void[blocks]] = 0
         self.device.give(blocks, labels, ages)
 
-    def _begin_disk_moves(self, step: StepInput) -> None:
+    def _begin_disk_moves(self, step: Plan) -> None:
         if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
             return
         for src, dst in _pairs(step.disk_store_src_block_ids, step.disk_store_dst_block_ids):

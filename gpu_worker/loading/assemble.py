@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.part import ModelPart, load_part
@@ -25,7 +26,6 @@ from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.loop import StepLoop
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.arrays import Int64Array
 from gpu_worker.lora.adapted_maps import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, MapName
 from gpu_worker.lora.adapter import Adapter, LowRankMap
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.step.messages import Int64Array
 from gpu_worker.step.upload import upload
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters

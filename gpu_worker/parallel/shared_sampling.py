@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.sampling.grammars import ForcedTokens
 from gpu_worker.sampling.params import SamplingParams, SamplingTable
 from gpu_worker.sampling.sampler import Sampled, Sampler
-from gpu_worker.step.messages import Int32Array, Int64Array
 from gpu_worker.step.upload import upload
 
 

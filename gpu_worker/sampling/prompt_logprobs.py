@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from contract.step import PromptLogprobs, TokenLogprob
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.step.messages import PromptLogprobs, TokenLogprob
 from gpu_worker.step.readback import to_host
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.upload import upload

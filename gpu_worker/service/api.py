@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc.aio
 import structlog
 
+from contract.codec.step import result_to_proto
 from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -18,6 +19,7 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
+from contract.step import Result
 from gpu_worker import metrics
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
@@ -32,11 +34,9 @@ from gpu_worker.service.kv_exchange import pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
-    step_output_to_proto,
+    plan_of,
 )
 from gpu_worker.service.worker_info import WorkerInfo, WorkerState
-from gpu_worker.step.messages import StepOutput
 from gpu_worker.step.runner import Steps
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
@@ -210,7 +210,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 assert execution.attachment is not None, "a result without a batch"
                 execution.attachment.done_step_id = output.step_id
                 with timeline.span("encode the result"):
-                    message = step_output_to_proto(output, execution.attachment.epoch)
+                    message = result_to_proto(output, execution.attachment.epoch)
                 await context.write(message)
         finally:
             reader.cancel()
@@ -338,9 +338,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         else:
             execution.results.end()
 
-    def _take(
-        self, batch: worker_pb2.StepBatch, execution: Execution
-    ) -> "asyncio.Future[StepOutput]":
+    def _take(self, batch: worker_pb2.StepBatch, execution: Execution) -> "asyncio.Future[Result]":
         """Check a batch and give it to what runs it."""
         info, steps = self._loaded()
         newest = self._attachments.of(batch.epoch)
@@ -360,7 +358,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
-            step = step_input_from_proto(batch, info.limits)
+            step = plan_of(batch, info.limits)
         return steps.submit(newest.number, step)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:

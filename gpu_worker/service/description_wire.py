@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from contract.codec.step import token_logprob_to_proto
 from contract.packing import pack_int32
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import Level
 from gpu_worker.service.holdings import HeldBlocks, HeldRow, Holdings
-from gpu_worker.service.step_wire import token_logprob_to_proto
 from gpu_worker.service.worker_info import WorkerInfo, WorkerState
 from quire.v1 import common_pb2, worker_pb2
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step.messages import LABEL_BYTES, Int32Array, TokenLogprob
+from contract.arrays import Int32Array
+from contract.hashing import HASH_BYTES
+from contract.step import TokenLogprob
 
 Labels = npt.NDArray[np.uint8]
 """uint8[N, 32]: the labels of N blocks."""
@@ -39,7 +41,7 @@ class HeldBlocks:
     """Parallel to it."""
 
 
-NO_BLOCKS = HeldBlocks(np.empty(0, np.int32), np.empty((0, LABEL_BYTES), np.uint8))
+NO_BLOCKS = HeldBlocks(np.empty(0, np.int32), np.empty((0, HASH_BYTES), np.uint8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from gpu_worker.step.messages import StepOutput
+from contract.step import Result
 
 _MAX_OWED = 4
 """Batches taken before their results are sent; a scheduler sends two ahead."""
@@ -14,7 +14,7 @@ class ResultStream:
     """A queue of futures with an end. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._owed: deque[asyncio.Future[StepOutput]] = deque()
+        self._owed: deque[asyncio.Future[Result]] = deque()
         self._room = asyncio.Semaphore(_MAX_OWED)
         self._changed = asyncio.Event()
         self._end: Exception | None = None
@@ -24,7 +24,7 @@ class ResultStream:
         """Wait until fewer results are owed than may be; before each `owe`."""
         await self._room.acquire()
 
-    def owe(self, result: "asyncio.Future[StepOutput]") -> None:
+    def owe(self, result: "asyncio.Future[Result]") -> None:
         """Take one more result to send; one that comes after the end is nobody's."""
         if self._is_over:
             result.cancel()
@@ -53,7 +53,7 @@ class ResultStream:
                 result.exception()  # else asyncio complains that nobody looked at it
         self._owed.clear()
 
-    async def results(self) -> AsyncIterator[StepOutput]:
+    async def results(self) -> AsyncIterator[Result]:
         """The results in order, as they come; raises what a step raised, or the end."""
         while True:
             while not self._owed and not self._is_over:

@@ -3,8 +3,8 @@
 import secrets
 from dataclasses import dataclass, field
 
+from contract.limits import Limits
 from gpu_worker.memory.level import Level
-from gpu_worker.step.messages import Limits
 
 
 def new_instance_id() -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.loading.source import open_model
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.speculative.model import ModelDrafter
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 

@@ -19,11 +19,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from contract.arrays import BoolArray, Int64Array
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker.kv.moves import Pool
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
 from gpu_worker.step.model_runner import Decoder, forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.upload import upload
@@ -58,7 +60,7 @@ class ModelDrafter:
         """The most tokens that it is ever asked for."""
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput, rows: Rows) -> None:
+    def prepare(self, step: Plan, rows: Rows) -> None:
         """Follow the blocks: what moves, what is new, what comes from elsewhere."""
         block_size = self._limits.block_size
         self._is_valid[step.swap_in_dst_block_ids] = False
@@ -68,7 +70,7 @@ class ModelDrafter:
             where = upload([src.astype(np.int64), dst.astype(np.int64)], self._device)
             self._pool.copy(*where)
         self._is_valid[step.appended_block_ids] = False
-        for new in step.new_rows:
+        for new in step.new_sequences:
             table = rows.block_tables[new.row, : len(new.block_ids)]
             num_full = new.num_computed_tokens // block_size
             self._is_valid[table[num_full:]] = False

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
+from contract.limits import Limits
+from contract.step import Plan, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -34,14 +37,6 @@ from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.busy_clock import BusyClock
 from gpu_worker.step.graphs import GraphBackend
 from gpu_worker.step.head_start import head_start_s
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Limits,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
 from gpu_worker.step.model_runner import Decoder, ModelRunner
 from gpu_worker.step.readback import NOTHING_SAMPLED, Readback
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -53,7 +48,7 @@ from rpc.observe import timeline
 class LaunchedStep:
     """A step that the device works on."""
 
-    step_id: int
+    step_id: StepId
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
@@ -210,12 +205,12 @@ class Executor:
         """The host tier; None: there is none."""
         return self._moves.host_pool
 
-    def step(self, step: StepInput) -> StepOutput:
+    def step(self, step: Plan) -> Result:
         """Launch a step and collect it."""
         return self.collect(self.launch(step))
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, step: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
         Raises:
@@ -245,7 +240,7 @@ class Executor:
             step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
+    def collect(self, launched: LaunchedStep) -> Result:
         """Wait for a launched step and say what it produced; in the order of launching."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
@@ -283,7 +278,7 @@ class Executor:
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
         disk = self._moves.take_ended(launched.step_id)
-        return StepOutput(
+        return Result(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
@@ -308,16 +303,16 @@ class Executor:
             ),
         )
 
-    def _change_sequences(self, step: StepInput) -> None:
+    def _change_sequences(self, step: Plan) -> None:
         """Tell the sampler and the spans which sequences went and came."""
         released = step.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
             self._adapters.free_unused()
-        if step.new_rows:
-            self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        if step.new_sequences:
+            self._spans.opened(step.new_sequences, time.time())
+        for new in step.new_sequences:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
 

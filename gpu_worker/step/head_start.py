@@ -8,7 +8,7 @@ while the next one is computed, which takes longer: only the first one is waited
 
 from typing import Final
 
-from gpu_worker.step.messages import Int64Array
+from contract.arrays import Int64Array
 from gpu_worker.step.rows import ScheduledRows
 
 HEAD_START_S: Final = 0.002

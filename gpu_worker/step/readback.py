@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import BoolArray, Int64Array
+from contract.step import TokenLogprob
 from gpu_worker.sampling.sampler import Sampled
-from gpu_worker.step.messages import BoolArray, Int64Array, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,18 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contract.errors import InvalidArgumentError
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.limits import Limits
+from contract.step import NewSequence, Plan, TokenLogprob
 from gpu_worker.service.holdings import HeldRow
-from gpu_worker.step.messages import (
-    BoolArray,
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-    TokenLogprob,
-)
 
 _NUM_LOGPROBS = 32
 """Kept of each row's last tokens: more than the steps and messages under way have of one, guesses
@@ -86,7 +79,7 @@ class Rows:
         self.num_computed = np.zeros(num_rows, np.int64)
         self.max_total = np.zeros(num_rows, np.int64)
         self.adapter = np.zeros(num_rows, np.int64)
-        """As `NewRow.adapter`."""
+        """As `NewSequence.adapter`."""
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
         """Decodes, in the scheduler's count: rows that have ended but are not released included."""
@@ -98,7 +91,7 @@ class Rows:
         """Its tokens; `num_tokens` goes on in name."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether the last of these is an end token."""
-        self._new: list[NewRow | None] = [None] * num_rows
+        self._new: list[NewSequence | None] = [None] * num_rows
         """As each row was announced."""
         self._logprobs: dict[int, deque[TokenLogprob]] = {}
         """By row, those of its last tokens, if they are wanted."""
@@ -108,7 +101,7 @@ class Rows:
         """Rows that hold a sequence."""
         return int(self.is_used.sum())
 
-    def apply(self, step: StepInput) -> ScheduledRows:
+    def apply(self, step: Plan) -> ScheduledRows:
         """Make the changes of a step and take its computation as done.
 
         Raises:
@@ -119,7 +112,7 @@ class Rows:
         """
         if len(step.released_rows):
             self._release(step.released_rows)
-        for new_row in step.new_rows:
+        for new_row in step.new_sequences:
             self._add(new_row)
         if len(step.appended_rows):
             self._append_blocks(step.appended_rows, step.appended_block_ids)
@@ -237,7 +230,7 @@ class Rows:
         self.is_used[rows] = False
         self.is_decoding[rows] = False
 
-    def _add(self, new: NewRow) -> None:
+    def _add(self, new: NewSequence) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
         if self.is_used[row]:
             raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
@@ -270,7 +263,7 @@ class Rows:
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
 
-    def _schedule(self, step: StepInput) -> ScheduledRows:
+    def _schedule(self, step: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()
         if len(decoding) != step.num_decodes:
             raise BrokenInvariantError(

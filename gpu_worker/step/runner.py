@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol
 
+from contract.step import Plan, Result
 from gpu_worker.service.holdings import Holdings
 from gpu_worker.service.kv_exchange import HostBlocks
-from gpu_worker.step.messages import StepInput, StepOutput
 
 
 class Steps(HostBlocks, Protocol):
@@ -26,7 +26,7 @@ class Steps(HostBlocks, Protocol):
             What there was.
         """
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
         """Queue a step; what it produces, or raises, comes in the future."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:

@@ -6,8 +6,8 @@ not looked at before. If a step may bring several tokens it is another class, `D
 
 from typing import Protocol
 
+from contract.step import StepId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.structures.step_wheel import StepWheel

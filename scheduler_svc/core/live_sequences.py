@@ -6,8 +6,8 @@ from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.policies.policy import Place
 from scheduler_svc.core.request import OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.sequence import SeqStatus, Sequence

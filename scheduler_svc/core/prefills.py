@@ -1,7 +1,7 @@
 """How much of a sequence's known tokens a step computes, and who is charged for it."""
 
 from scheduler_svc.core.long_prefills import LongPrefillLimit
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -17,7 +17,7 @@ class Prefills:
         self._long_prefills = long_prefills
         self._policy = policy
 
-    def compute(self, seq: Sequence, draft: PlanDraft) -> bool:
+    def compute(self, seq: Sequence, draft: PlanBuilder) -> bool:
         """Compute known tokens of a sequence; a long one leaves half of the budget to others.
 
         What they do not use, it gets at the end of the step, by `compute_rest`.
@@ -32,12 +32,12 @@ class Prefills:
         draft.long_prefills.append(seq)
         return self._compute(seq, draft, -(-draft.prompt_budget // 2))
 
-    def compute_rest(self, seq: Sequence, draft: PlanDraft) -> bool:
+    def compute_rest(self, seq: Sequence, draft: PlanBuilder) -> bool:
         """Compute what is left, as far as the budget reaches; return whether that was all."""
         is_left = draft.budget and seq.status is SeqStatus.PREFILL
         return bool(is_left) and self._compute(seq, draft, draft.budget)
 
-    def _compute(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> bool:
+    def _compute(self, seq: Sequence, draft: PlanBuilder, max_tokens: int) -> bool:
         num_done = max(seq.num_computed_tokens, seq.num_charged_tokens)
         is_complete = self._running.compute_chunk(seq, draft, max_tokens)
         if self._policy.has_accounts:

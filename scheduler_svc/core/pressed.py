@@ -4,8 +4,8 @@ What that means in numbers is `pressure.Pressure`'s. Nothing is refused or lost:
 waits in its place, and who is preempted draws the same later, as after any preemption.
 """
 
+from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.core.pressure import MemoryLevel, Pressure
 from scheduler_svc.core.reports.load import read_load
 from scheduler_svc.core.scheduler import Scheduler
@@ -32,7 +32,7 @@ class PressedScheduler(Scheduler):
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """See `Scheduler`; the bounds of pressure hold besides."""
         self._pressure.look(now, self._num_taken_rows)
         bound = self._pressure.max_prompt_tokens(self.config.max_num_batched_tokens)

@@ -11,17 +11,18 @@ block border and when it ends; in between it is one element of an array.
 
 from collections.abc import Iterable
 
+from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.events import Admitted, Finished, News
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.limits import check_length, check_pin, check_queue, max_request_len
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.long_prefills import LongPrefillLimit
-from scheduler_svc.core.plan import Admitted, Finished, News, StepId, StepOutcome, StepPlan
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Rank, rank
 from scheduler_svc.core.preemption import Preempting
@@ -131,7 +132,7 @@ class Scheduler:
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
         Args:
@@ -154,7 +155,9 @@ class Scheduler:
         if not self._make_room(step):
             return None
         num_decodes = self._running.num_decoding
-        draft = PlanDraft(step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes)
+        draft = PlanBuilder(
+            step, now, num_decodes, self.config.max_num_batched_tokens - num_decodes
+        )
         bounds = (max_paced_tokens if num_decodes else None, max_prompt_tokens)
         draft.paced_budget = min((bound for bound in bounds if bound is not None), default=None)
         self._running.grow_tables(draft)
@@ -184,7 +187,7 @@ class Scheduler:
         expired, self._expired = tuple(self._expired), []
         return expired
 
-    def update(self, outcome: StepOutcome) -> News:
+    def update(self, outcome: Result) -> News:
         """Apply the result of the oldest step in flight.
 
         Raises:
@@ -262,7 +265,7 @@ class Scheduler:
     def _rank(self, seq: Sequence) -> Rank:
         return rank(self._policy, seq.place, seq.seq_id)
 
-    def _admit(self, draft: PlanDraft) -> None:
+    def _admit(self, draft: PlanBuilder) -> None:
         """Let waiting sequences run, in order, as long as there are tokens, rows and blocks.
 
         Only a long one that finds enough of its like at work is overtaken, and by short ones only.
@@ -345,7 +348,7 @@ class Scheduler:
         """See `Preempting`."""
         self._preempting.preempt(seq, can_swap=can_swap, must_swap=must_swap)
 
-    def _take_moves(self, outcome: StepOutcome) -> None:
+    def _take_moves(self, outcome: Result) -> None:
         """Take the ends of swap-ins and disk moves; who needs one that failed computes again."""
         self._fetching.answer(outcome)
         self._tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)

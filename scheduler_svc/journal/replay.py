@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import BinaryIO
 
+from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.events import Finished, News
 from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import Finished, News, StepId, StepPlan
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.journal.core_calls import (
@@ -165,7 +166,7 @@ class _Replayer:
         self.result.load = self._core.load()
 
     def _compare(self, entry: Entry) -> Difference | None:
-        plan: StepPlan | None = None
+        plan: Plan | None = None
         error: Exception | None = None
         try:
             plan = self._call(entry.call)
@@ -187,7 +188,7 @@ class _Replayer:
             error=error,
         )
 
-    def _call(self, call: Call) -> StepPlan | None:
+    def _call(self, call: Call) -> Plan | None:
         match call:
             case Inherit(holdings, now):
                 self._core.inherit(holdings, now)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
+from contract.step import Plan
 from rpc.observe import telemetry
-from scheduler_svc.core.plan import Admitted, Finished, Preempted, Started, StepPlan
+from scheduler_svc.core.events import Admitted, Finished, Preempted, Started
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.request_ends import live_seq_keys
 
@@ -136,7 +137,7 @@ class WorkerSpans:
         self._leaving: list[tuple[int, TracedSequence]] = []
         """Those whose blocks a step, by its id on the wire, copies to the host."""
 
-    def sent(self, plan: StepPlan, step_id: int, took_s: float) -> None:
+    def sent(self, plan: Plan, step_id: int, took_s: float) -> None:
         """Write what a plan does, whose planning and sending took so long until now.
 
         `step_id` is its id on the wire, by which the worker knows it.

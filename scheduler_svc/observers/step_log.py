@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from scheduler_svc.core.plan import StepId, StepPlan
+from contract.step import Plan, StepId
 from scheduler_svc.core.reports.load import Queues
 
 MAX_STEPS: Final = 1024
@@ -45,7 +45,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    plan: StepPlan
+    plan: Plan
     queues: Queues
     num_preemptions: int
 
@@ -60,7 +60,7 @@ class StepLog:
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 
-    def sent(self, plan: StepPlan, queues: Queues) -> None:
+    def sent(self, plan: Plan, queues: Queues) -> None:
         """Note that a step goes out; `queues` is the core's right after planning it."""
         num_preemptions = queues.num_preemptions - self._num_preemptions
         self._num_preemptions = queues.num_preemptions

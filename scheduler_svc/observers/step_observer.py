@@ -2,8 +2,8 @@
 
 import time
 
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.step_log import StepLog
@@ -21,7 +21,7 @@ class StepObserver:
         self.log = StepLog()
         self._metrics = metrics
 
-    def sent(self, plan: StepPlan, queues: Queues, started_s: float) -> float:
+    def sent(self, plan: Plan, queues: Queues, started_s: float) -> float:
         """Note that a step goes out.
 
         Args:

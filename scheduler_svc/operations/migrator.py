@@ -22,11 +22,11 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.step import StepId
 from rpc.tasks.shielded import Finishing
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.workers.core_waits import Condition
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.roster import Roster

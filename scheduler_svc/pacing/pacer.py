@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contract.heartbeat import SILENT_AFTER_S
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import PromptQueue
 
 _WEIGHT = 1 / 8
@@ -100,7 +100,7 @@ class StepPacer:
         """What steps add that have many."""
         self._few = _Added()
         """What steps add that have a few and decode, too."""
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[Plan] = deque()
         self._began_s = 0.0
         """When the oldest step in flight began, as far as is known."""
         self._share_alone = _Average()
@@ -193,7 +193,7 @@ class StepPacer:
             expected_s += num_prompt_tokens * (token_s or 0.0)
         return expected_s
 
-    def sent(self, plan: StepPlan, now_s: float) -> None:
+    def sent(self, plan: Plan, now_s: float) -> None:
         """Note that a step goes out."""
         if not self._in_flight:
             self._began_s = now_s

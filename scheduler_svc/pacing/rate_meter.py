@@ -3,7 +3,7 @@
 import math
 from collections import deque
 
-from scheduler_svc.core.plan import StepPlan
+from contract.step import Plan
 from scheduler_svc.core.tiers.rates import Rates
 
 _FORGETTING = 0.99
@@ -22,10 +22,10 @@ class RateMeter:
         """With so many tokens a step keeps the device busy."""
         self.rates = Rates()
         self._full_enough = busy_step_tokens / 2
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._in_flight: deque[tuple[Plan, float]] = deque()
         """And from how many tokens on each is full enough."""
 
-    def sent(self, plan: StepPlan, max_prompt_tokens: int | None = None) -> None:
+    def sent(self, plan: Plan, max_prompt_tokens: int | None = None) -> None:
         """Note that a step goes out, whose prompts may have so many tokens; None: any number."""
         most = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._in_flight.append((plan, min(self._full_enough, most)))

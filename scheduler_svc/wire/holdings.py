@@ -5,6 +5,8 @@ from itertools import chain
 
 import numpy as np
 
+from contract.codec.checks import check_at_most, check_range, check_top_tokens
+from contract.codec.search import check_search, search_from_note, search_to_note
 from contract.errors import InvalidArgumentError
 from contract.hashing import HASH_BYTES, BlockHash
 from contract.packing import pack_int32, unpack_int32
@@ -12,8 +14,6 @@ from quire.v1 import common_pb2, worker_pb2
 from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
 from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.beam import check_search, search_from_note, search_to_note
-from scheduler_svc.wire.checks import check_at_most, check_below, check_top_tokens
 
 _MAX_PIN_S = 10**6
 """Ample: a request may ask for a day."""
@@ -52,12 +52,12 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
         check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
         check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
         check_at_most("rows.logprobs", len(row.logprobs), num_tokens)
-        check_below(row.token_ids, "rows.token_ids", info.model.vocab_size, "vocab_size")
+        check_range("rows.token_ids", row.token_ids, 0, info.model.vocab_size - 1)
         for logprob in row.logprobs:
             message = common_pb2.TokenLogprob.FromString(logprob)
             check_top_tokens(message, "rows.logprobs", info.model.vocab_size)
         if row.search is not None:
-            check_search(row.search, num_tokens, info.model)
+            check_search(row.search, num_tokens, info.model.max_model_len, info.model.vocab_size)
     _check_blocks("device.block_ids", holdings.device.block_ids, info.num_blocks)
     _check_blocks("host.block_ids", holdings.host.block_ids, info.num_host_blocks)
     _check_blocks("disk.block_ids", holdings.disk.block_ids, info.num_disk_blocks)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array
 from contract.errors import QuireError, TooBusyError
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.plan import Finished, Int32Array, News
+from scheduler_svc.core.events import Finished, News
 from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.adapters import adapter_to_proto

@@ -1,6 +1,7 @@
 """How many workers in a row were lost with a request that gained nothing at them."""
 
-from scheduler_svc.core.plan import Finished, StepPlan
+from contract.step import Plan
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.progress import Progress, SequencesAtWorker
 from scheduler_svc.workers.request_ends import live_seq_keys
@@ -14,7 +15,7 @@ class Losses:
         self._key_to_num: dict[tuple[SourceId, SeqKey], int] = {}
         """Only of live sequences that were lost before."""
 
-    def sent(self, plan: StepPlan) -> None:
+    def sent(self, plan: Plan) -> None:
         """Follow a plan that was sent."""
         self._at_worker.sent(plan)
 

@@ -8,17 +8,18 @@ which blocks move, it has been told.
 
 import numpy as np
 
+from contract.arrays import Int32Array
+from contract.codec.checks import check_range, check_top_tokens
 from contract.errors import InvalidArgumentError
-from scheduler_svc.core.plan import Int32Array, StepId, StepPlan
+from contract.step import Plan, Result, StepId
+from quire.v1 import worker_pb2
 from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.checks import check_below, check_top_tokens
-from scheduler_svc.wire.worker import WorkerResult
 
 _NEVER = np.iinfo(np.int64).max
 
 
 class WorkerLedger:
-    """Follows the plans sent on one link, and checks their outcomes; costs work per array."""
+    """Follows the plans sent on one link, and checks their results; costs work per array."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._vocab_size = info.model.vocab_size
@@ -37,7 +38,7 @@ class WorkerLedger:
         self._loads: set[int] = set()
         """Host blocks that are being filled from the disk."""
 
-    def sent(self, plan: StepPlan) -> None:
+    def sent(self, plan: Plan) -> None:
         """Note a plan that goes out; plans come in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
         if released.size:
@@ -57,44 +58,42 @@ class WorkerLedger:
         self._stores.update(plan.disk_store_dst_block_ids.tolist())
         self._loads.update(plan.disk_load_dst_block_ids.tolist())
 
-    def check(self, result: WorkerResult) -> None:
-        """Take the result of the oldest plan that has none.
+    def check(self, result: Result, message: worker_pb2.StepResult) -> None:
+        """Take the result of the oldest plan that has none, and the message it came in.
 
         Raises:
             InvalidArgumentError: It is not one of that plan. The worker is not to be used further.
         """
-        outcome = result.outcome
-        check_below(outcome.sampled_token_ids, "sampled_token_ids", self._vocab_size, "vocab_size")
-        ended = (outcome.failed_rows, outcome.stuck_rows)
-        rows = outcome.sampled_rows
+        check_range("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
+        ended = (result.failed_rows, result.stuck_rows)
+        rows = result.sampled_rows
         if any(more.size for more in ended):
             rows = np.concatenate((rows, *ended))
-        self._check_rows(outcome.step_id, rows)
-        stopped = outcome.stopped_rows
-        if stopped.size and not _is_part(stopped, outcome.sampled_rows):
+        self._check_rows(result.step_id, rows)
+        stopped = result.stopped_rows
+        if stopped.size and not _is_part(stopped, result.sampled_rows):
             raise InvalidArgumentError(
                 "stopped_rows", "has a row twice, or one that did not sample"
             )
         for rows in (stopped, *ended):
             if rows.size:
-                self._last[rows] = outcome.step_id
-        self._check_logprobs(result)
-        swapped_in = self._swap_ins.pop(outcome.step_id, set())
-        _take(swapped_in, outcome.failed_swap_in_block_ids, "failed_swap_in_block_ids")
-        _take(self._stores, outcome.stored_disk_block_ids, "stored_disk_block_ids")
-        _take(self._stores, outcome.failed_disk_block_ids, "failed_disk_block_ids")
-        _take(self._loads, outcome.loaded_host_block_ids, "loaded_host_block_ids")
-        _take(self._loads, outcome.failed_host_block_ids, "failed_host_block_ids")
+                self._last[rows] = result.step_id
+        self._check_logprobs(message, result.sampled_rows.size)
+        swapped_in = self._swap_ins.pop(result.step_id, set())
+        _take(swapped_in, result.failed_swap_in_block_ids, "failed_swap_in_block_ids")
+        _take(self._stores, result.stored_disk_block_ids, "stored_disk_block_ids")
+        _take(self._stores, result.failed_disk_block_ids, "failed_disk_block_ids")
+        _take(self._loads, result.loaded_host_block_ids, "loaded_host_block_ids")
+        _take(self._loads, result.failed_host_block_ids, "failed_host_block_ids")
 
-    def _check_logprobs(self, result: WorkerResult) -> None:
-        num_sampled = result.outcome.sampled_rows.size
-        for item in result.logprobs:
+    def _check_logprobs(self, message: worker_pb2.StepResult, num_sampled: int) -> None:
+        for item in message.logprobs:
             if item.index >= num_sampled:
                 raise InvalidArgumentError(
                     "logprobs.index", f"is {item.index}; it must be in [0, {num_sampled})"
                 )
             check_top_tokens(item.logprob, "logprobs", self._vocab_size)
-        for scores in result.prompt_logprobs:
+        for scores in message.prompt_logprobs:
             if scores.row >= self._first.size:
                 raise InvalidArgumentError(
                     "prompt_logprobs.row", f"is {scores.row}; it must be in [0, {self._first.size})"

@@ -5,7 +5,7 @@ A core is asked for plans and says no more of itself than that; so this is read 
 
 from enum import Enum
 
-from scheduler_svc.core.plan import NewSequence, StepPlan
+from contract.step import NewSequence, Plan
 from scheduler_svc.core.request import Request
 
 
@@ -26,7 +26,7 @@ class SequencesAtWorker:
     def __init__(self) -> None:
         self._row_to_sequence: dict[int, NewSequence] = {}
 
-    def sent(self, plan: StepPlan) -> None:
+    def sent(self, plan: Plan) -> None:
         """Follow a plan that was sent."""
         for row in plan.released_rows.tolist():
             self._row_to_sequence.pop(row, None)

@@ -1,6 +1,6 @@
 """Which sequences of a request have not ended, and how they end when the request fails."""
 
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 
 

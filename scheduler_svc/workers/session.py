@@ -44,7 +44,7 @@ from scheduler_svc.observers.step_observer import StepObserver
 from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.request_events import RequestNews
-from scheduler_svc.wire.worker import with_candidates
+from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.workers.commands import PostedCommands
 from scheduler_svc.workers.core_waits import Condition, CoreWaits
 from scheduler_svc.workers.crash_counter import Losses
@@ -357,15 +357,17 @@ class Session:
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
 
     def _apply_result(self, timed: TimedResult) -> None:
-        result = timed.result
+        result, message = timed.result, timed.message
         started = time.perf_counter()
         self._worker_spans.answered(timed.step_id)
-        if result.prompt_logprobs:  # now: what the update ends has no row any more
-            self._news.scored(timed.step_id, result.prompt_logprobs, self._core.owner)
+        if message.prompt_logprobs:  # now: what the update ends has no row any more
+            self._news.scored(timed.step_id, message.prompt_logprobs, self._core.owner)
         with timeline.span("update"):
-            news = self._core.update(with_candidates(result, self._core.beam_rows))
+            news = self._core.update(
+                with_candidates(result, message.logprobs, self._core.beam_rows)
+            )
         with timeline.span("tell the routers"):
-            self._news.told(timed.step_id, news, result.logprobs)
+            self._news.told(timed.step_id, news, message.logprobs)
         took_s = time.perf_counter() - started
         self.has_progressed = True
         self.steps.answered(timed, took_s)

@@ -8,24 +8,20 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.heartbeat import BEAT_S, TICK_S, Silence
 from contract.packing import pack_int32
+from contract.step import Plan, Result
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
 from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
 from scheduler_svc.wire.adapters import adapter_from_proto
 from scheduler_svc.wire.memory_level import memory_level_from_proto
-from scheduler_svc.wire.worker import (
-    WorkerResult,
-    plan_to_proto,
-    result_from_proto,
-)
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
@@ -52,7 +48,9 @@ class TimedResult:
 
     step_id: int
     """As on the wire."""
-    result: WorkerResult
+    result: Result
+    message: worker_pb2.StepResult
+    """What it came in: its log-probabilities pass through to the routers."""
     rpc_s: float
 
 
@@ -112,7 +110,7 @@ class WorkerLink:
             )
         ]
 
-    def send(self, plan: StepPlan) -> int:
+    def send(self, plan: Plan) -> int:
         """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
 
         Returns:
@@ -293,7 +291,7 @@ class WorkerLink:
             )
         with timeline.span("decode the result"):
             result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
-            self._ledger.check(result)
+            self._ledger.check(result, message)
         sent = self._in_flight.popleft()
         self._since_result.heard()
         if timeline.is_on():
@@ -304,7 +302,8 @@ class WorkerLink:
                 step_id=sent.step_id,
                 execute_ms=message.execute_s * 1e3,
             )
-        self._results.append(TimedResult(sent.step_id, result, self._loop.time() - sent.sent_at))
+        rpc_s = self._loop.time() - sent.sent_at
+        self._results.append(TimedResult(sent.step_id, result, message, rpc_s))
         self._wake.set()
 
     def _watch(self) -> None:

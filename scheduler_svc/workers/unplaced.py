@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.request_ends import live_outputs, num_live_seqs

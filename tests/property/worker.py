@@ -10,11 +10,12 @@ from zlib import crc32
 
 import numpy as np
 
+from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash
+from contract.step import NewSequence, Plan, Result
 from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import is_name_of
@@ -67,7 +68,7 @@ class FakeWorker:
         self.num_computed_tokens = 0
         self.touched: dict[int, set[int]] = {}  # device blocks, by step
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: Plan) -> Result:
         self._label(plan)
         self.pins.update(plan.pins)
         self._change_rows(plan)
@@ -144,7 +145,7 @@ class FakeWorker:
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _change_rows(self, plan: StepPlan) -> None:
+    def _change_rows(self, plan: Plan) -> None:
         for r in plan.released_rows.tolist():
             del self.rows[r]
         void = [r for r, row in self.rows.items() if row.is_void]
@@ -175,7 +176,7 @@ class FakeWorker:
             row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
             assert all(0 <= block < self.num_blocks for block in row.blocks)
 
-    def _work(self, plan: StepPlan) -> dict[Row, int]:
+    def _work(self, plan: Plan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
         drafts = self.config.num_draft_tokens > 0
         decoding = {r: 1 for r, row in self.rows.items() if row.decodes(drafts=drafts)}
@@ -212,7 +213,7 @@ class FakeWorker:
 
     # --- labels ---------------------------------------------------------------------------------
 
-    def _label(self, plan: StepPlan) -> None:
+    def _label(self, plan: Plan) -> None:
         for block, label in zip(plan.labelled_block_ids.tolist(), plan.labels, strict=True):
             if BROKEN not in self.slots[self._block(block)]:
                 self.labels[block] = label.tobytes()
@@ -232,7 +233,7 @@ class FakeWorker:
         size = self.config.block_size
         return slice(block * size, (block + 1) * size)
 
-    def _swap(self, plan: StepPlan) -> dict[int, Content]:
+    def _swap(self, plan: Plan) -> dict[int, Content]:
         """Swap out; return what is in which device block when the step is done."""
         outs = _pairs(plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids)
         ins = _pairs(plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids)
@@ -251,7 +252,7 @@ class FakeWorker:
             self.slots[self._block(block)] = [ARRIVING] * self.config.block_size
         return arriving
 
-    def _arrive(self, plan: StepPlan, arriving: Mapping[int, Content]) -> list[int]:
+    def _arrive(self, plan: Plan, arriving: Mapping[int, Content]) -> list[int]:
         """Complete the swap-ins; return those that failed."""
         for block, content in arriving.items():
             there = {*self.slots[self._block(block)]}
@@ -302,7 +303,7 @@ class FakeWorker:
             is_right = row.is_void or self.slots[slot] == row.content(position)
             assert is_right, f"wrong KV at position {position}: {self.slots[slot]}"
 
-    def _sample(self, plan: StepPlan, work: Mapping[Row, int], failed: list[int]) -> StepOutcome:
+    def _sample(self, plan: Plan, work: Mapping[Row, int], failed: list[int]) -> Result:
         sampled, tokens, stopped, beams = [], [], [], []
         for row in work:
             if row.computed == len(row.tokens) and not row.ended:
@@ -322,7 +323,7 @@ class FakeWorker:
             row.num_told = len(row.tokens)
         must_report = plan.num_scheduled_tokens == 0  # and may wait for it
         ends = self.disk.end(at_least=int(must_report))
-        return StepOutcome(
+        return Result(
             step_id=plan.step_id,
             sampled_rows=ints(sampled),
             sampled_token_ids=ints(tokens),

@@ -11,10 +11,10 @@ To grow, the worker is asked first, and then the core learns what has come. To s
     resize      it has: they are gone. Or it has not: they are in use again.
 """
 
+from contract.step import StepId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.limits import check_length, max_request_len
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.pressed import PressedScheduler
 from scheduler_svc.core.request import Request
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Generic
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash, root_hash
-from scheduler_svc.core.beams.search import SearchState
+from contract.step import SearchState
 from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.request import Request
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.step import StepId
 from scheduler_svc.core.blocks import HostBlockId
 from scheduler_svc.core.compact.resize import ResizableScheduler
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -37,7 +38,6 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.limits import check_deadline, check_length
 from scheduler_svc.core.live_sequences import resubmittable
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.tiers.rates import Rates

@@ -33,13 +33,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash, extend_chain, tail_hash
+from contract.step import Plan
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.events import Finished, News
 from scheduler_svc.core.handover.holdings import HeldRow, Holdings, identity, swap_root
 from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import Finished, Int32Array, News, StepPlan
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -129,7 +131,7 @@ class Successor(Replica):
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """See `Scheduler`; nobody waits for ever for what nobody claims."""
         if self._unclaimed and now >= self._claimable_until:
             for row in self.unclaimed:

@@ -17,8 +17,8 @@ All are looked at in each step, as arrays.
 import numpy as np
 import numpy.typing as npt
 
+from contract.step import StepId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight

@@ -4,7 +4,7 @@ A decoding sequence gains one token in every step, so the step at which it reach
 known when it starts. It is filed under that, and not looked at before.
 """
 
-from scheduler_svc.core.plan import StepId
+from contract.step import StepId
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.sequence import Sequence
 

@@ -8,8 +8,8 @@ from collections import deque
 import numpy as np
 import pytest
 
+from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.journal.frames import RecordingError
@@ -60,7 +60,7 @@ class Engine:
         self.calls = [(when, number, call) for number, (when, call) in enumerate(calls)]
         heapq.heapify(self.calls)
         self.worker = SimulatedWorker(draw)
-        self.in_flight: deque[tuple[float, StepOutcome]] = deque()
+        self.in_flight: deque[tuple[float, Result]] = deque()
         self.free_at = 0.0
 
     def run(self):

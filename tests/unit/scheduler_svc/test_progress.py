@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 from scheduler_requests import make_request
 
+from contract.step import NewSequence, Plan
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.core.request import OutputSoFar
 from scheduler_svc.workers.progress import Progress, SequencesAtWorker
 
@@ -14,14 +14,13 @@ from scheduler_svc.workers.progress import Progress, SequencesAtWorker
 class TestProgress:
     @staticmethod
     def plan(*new_sequences, released=()):
-        none = np.empty(0, np.int32)
         released = np.array(released, np.int32)
-        return StepPlan(1, released, new_sequences, none, none, none, none, none, none, 0, 0)
+        return Plan(1, 0, released, new_sequences)
 
     @staticmethod
     def sequence(row, known, sampling=b"s", output_index=0):
         tokens = np.array(known, np.int32)
-        return NewSequence(1, row, tokens, 2, 0, tokens, sampling, output_index, 7, "")
+        return NewSequence(1, row, tokens, 2, 0, tokens, sampling, 7, output_index)
 
     @staticmethod
     def request(*outputs, sampling=b"s"):

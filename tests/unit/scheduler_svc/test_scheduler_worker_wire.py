@@ -3,20 +3,16 @@
 import numpy as np
 import pytest
 
+from contract.codec.search import search_to_note
+from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
 from contract.packing import pack_int32
+from contract.step import NewSequence, OutputState, Plan, SearchState
 from quire.v1 import common_pb2, worker_pb2
-from scheduler_svc.core.beams.search import OutputState, SearchState
-from scheduler_svc.core.plan import NewSequence, StepPlan
 from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.beam import search_to_note
+from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto, holdings_to_proto
-from scheduler_svc.wire.worker import (
-    plan_to_proto,
-    result_from_proto,
-    with_candidates,
-)
 from scheduler_svc.wire.worker_info import worker_info_from_proto
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
@@ -31,7 +27,7 @@ def ints(*values):
 
 def test_plan_becomes_a_batch():
     sampling = common_pb2.SamplingParams(temperature=0.0, seed=5, logit_bias={3: 1.0})
-    plan = StepPlan(
+    plan = Plan(
         step_id=4,
         released_rows=ints(9),
         new_sequences=(
@@ -55,7 +51,6 @@ def test_plan_becomes_a_batch():
         chunk_rows=ints(2),
         chunk_lens=ints(2),
         num_decodes=5,
-        num_scheduled_tokens=7,
         pins=((BlockHash(b"p" * 32), 2.5), (BlockHash(b"q" * 32), 3.0)),
     )
     assert plan_to_proto(plan, epoch=6, step_id_base=100) == worker_pb2.StepBatch(
@@ -89,7 +84,7 @@ def test_plan_becomes_a_batch():
     )
 
 
-def test_result_becomes_an_outcome():
+def test_a_result_is_read_from_its_message():
     result = result_from_proto(
         worker_pb2.StepResult(
             step_id=104,
@@ -102,11 +97,11 @@ def test_result_becomes_an_outcome():
         step_id_base=100,
         max_num_seqs=4,
     )
-    assert result.outcome.step_id == 4
-    assert result.outcome.sampled_rows.tolist() == [0, 3]
-    assert result.outcome.sampled_token_ids.tolist() == [7, 8]
-    assert result.outcome.stopped_rows.tolist() == [3]
-    assert result.outcome.failed_rows.tolist() == [1]
+    assert result.step_id == 4
+    assert result.sampled_rows.tolist() == [0, 3]
+    assert result.sampled_token_ids.tolist() == [7, 8]
+    assert result.stopped_rows.tolist() == [3]
+    assert result.failed_rows.tolist() == [1]
     assert result.execute_s == 0.5
 
 
@@ -159,26 +154,23 @@ def test_worker_that_takes_kv_says_which_it_is():
 
 
 def test_only_beams_have_candidates():
-    result = result_from_proto(
-        worker_pb2.StepResult(
-            step_id=1,
-            sampled_rows=pack_int32([3, 0, 2]),
-            sampled_token_ids=pack_int32([5, 6, 7]),
-            logprobs=[
-                worker_pb2.SampledLogprob(
-                    index=index,
-                    logprob=common_pb2.TokenLogprob(
-                        top_token_ids=[10 + index, 20 + index], top_logprobs=[-0.5, -1.5]
-                    ),
-                )
-                for index in (0, 1)
-            ],
-        ),
-        step_id_base=0,
-        max_num_seqs=4,
+    message = worker_pb2.StepResult(
+        step_id=1,
+        sampled_rows=pack_int32([3, 0, 2]),
+        sampled_token_ids=pack_int32([5, 6, 7]),
+        logprobs=[
+            worker_pb2.SampledLogprob(
+                index=index,
+                logprob=common_pb2.TokenLogprob(
+                    top_token_ids=[10 + index, 20 + index], top_logprobs=[-0.5, -1.5]
+                ),
+            )
+            for index in (0, 1)
+        ],
     )
-    assert with_candidates(result, frozenset()) is result.outcome
-    outcome = with_candidates(result, frozenset({1, 2, 3}))
+    result = result_from_proto(message, step_id_base=0, max_num_seqs=4)
+    assert with_candidates(result, message.logprobs, frozenset()) is result
+    outcome = with_candidates(result, message.logprobs, frozenset({1, 2, 3}))
     assert outcome.candidate_rows.tolist() == [3, 2]
     assert outcome.candidate_counts.tolist() == [2, 0], "the worker said nothing of row 2"
     assert outcome.candidate_token_ids.tolist() == [10, 20]

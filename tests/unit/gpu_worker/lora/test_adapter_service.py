@@ -14,12 +14,12 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from contract.limits import Limits
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.service.adapters import AdapterServicer, refuse_adapters
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.sampling_wire import adapter_from_proto
 from gpu_worker.service.worker_info import WorkerInfo
-from gpu_worker.step.messages import Limits
 from quire.v1 import adapters_pb2, common_pb2, worker_pb2
 
 LIMITS = Limits(

@@ -6,9 +6,9 @@ import numpy as np
 
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from tests.property.oracle import expected_output
 from tests.property.worker import SEARCH, FakeWorker
