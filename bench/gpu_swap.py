@@ -24,9 +24,9 @@ from contract.limits import Limits
 from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.step.cuda_capture import CudaGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
 
 _BLOCK_SIZE = 16

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 
 from contract.limits import Limits
 from contract.step import NewSequence, Plan
-from gpu_worker.loading.assemble import load
+from gpu_worker.loading.worker_model import load
+from gpu_worker.loop import StepLoop
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.loop import StepLoop
 from rpc.observe import logs
 
 _ROOT = Path(__file__).resolve().parents[1]

@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from gpu_worker.loading.slot import ModelSlot
+from gpu_worker.loading.model_slot import ModelSlot
+from gpu_worker.operations import AdapterServicer, LoadingServicer
 from gpu_worker.parallel.leader import Leader
-from gpu_worker.service.adapters import AdapterServicer
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.loading import LoadingServicer
 from gpu_worker.settings import WorkerSettings
 from rpc.health.state import Health
 from rpc.server import Addresses, serve

@@ -13,11 +13,11 @@ from contract.errors import FailedPreconditionError, UnavailableError, Unimpleme
 from contract.limits import Limits
 from contract.step import Plan, PromptLogprobs, Result, StepId, TokenLogprob
 from gpu_worker import metrics
-from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.service.holdings import Holdings
-from gpu_worker.service.spans import SequenceSpans
+from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.spans import SequenceSpans
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource

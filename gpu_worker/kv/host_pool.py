@@ -10,23 +10,58 @@ many for that it waits itself. For swap-ins it waits one step later. On a CPU al
 when the call returns.
 """
 
+import mmap
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from isal import isal_zlib
 
 from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
-from gpu_worker.kv.copy_streams import CopyStreams
-from gpu_worker.kv.transfer_meter import TransferMeter
-from gpu_worker.memory.pinned import pinned_bytes
-from gpu_worker.step.upload import upload
+from gpu_worker.kv.copy_streams import CopyStreams, TransferMeter
+from gpu_worker.memory.transfer import upload
 from kernels import ops
+
+_log = structlog.get_logger()
+
+
+class HostRegistry(Protocol):
+    """What of CUDA's runtime is called; each returns 0, or the number of an error."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's
+        """Pin memory."""
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's
+        """Let it go."""
+
+
+def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
+    """Zeroed uint8[num_bytes], at least one; let go with the last tensor that views its memory.
+
+    Where it cannot be registered a warning says so, and it is torch's.
+    """
+    memory = mmap.mmap(-1, num_bytes)
+    array = np.frombuffer(memory, np.uint8)
+    address: int = array.ctypes.data
+    if error := int(registry.cudaHostRegister(address, num_bytes, 0)):
+        _log.warning("host memory is pinned by torch: cudaHostRegister failed", error=error)
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    # The tensors hold the array, and the finalizer the map: it is unmapped after that was called.
+    weakref.finalize(array, _let_go, registry, address, memory).atexit = False
+    return torch.from_numpy(array)
+
+
+def _let_go(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
+    registry.cudaHostUnregister(address)
+
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
 """How much is encoded or decoded at once, by device: several times as much lies beside the pools

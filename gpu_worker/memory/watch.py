@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from gpu_worker import metrics
-from gpu_worker.memory import sizing as memory
+from gpu_worker.memory.available import device_available_bytes, device_total_bytes
 from gpu_worker.memory.level import Level, LevelMeter, choose_thresholds
 
 _INTERVAL_S = 1.0
@@ -79,8 +79,8 @@ class CpuSystem:
 
     def read(self) -> DeviceMemory:
         """See `Driver`."""
-        total = memory.device_total_bytes(self._device)
-        free = memory.device_available_bytes(self._device)
+        total = device_total_bytes(self._device)
+        free = device_available_bytes(self._device)
         return DeviceMemory(total, free, reserved=0, allocated=0, split=0)
 
 

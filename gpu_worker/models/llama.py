@@ -1,14 +1,187 @@
-"""Builds a Llama-shaped decoder from its weights, by the names that `transformers` gives them."""
+"""One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 import torch
+from torch.nn import functional
 
-from gpu_worker.models.decoder import Decoder
-from gpu_worker.models.decoder_layer import DecoderLayer, FeedForward, GatedMlp, QkNorm
-from gpu_worker.models.experts import Experts
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata, attend
+from gpu_worker.models.decoder_layer import DecoderLayer, Experts, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
+from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.models.rope import rotary_table
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.reader import Weights
+from kernels import ops
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.program.inputs import NativeInputs, NativeWanted
+from kernels.cpu.program.low_rank import RowAdapters
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A language model; it never changes. Callers are in `torch.inference_mode()`."""
+
+    config: LlamaConfig
+    """Of what is here, if it is a part of a model on several devices."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None: an earlier stage has it."""
+    layers: tuple[DecoderLayer, ...]
+    final_norm: torch.Tensor | None
+    """`[E]`; None: a later stage has it."""
+    lm_head: Linear | None
+    """E to V; None: a later stage has it."""
+    cos_sin: torch.Tensor
+    """float32 `[max_model_len, D]`, as `rotary_table` makes it."""
+    ranks: Ranks | None = None
+    """The other devices; None: there are none."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Compute one step's tokens, storing their K and V in `pool`.
+
+        Args:
+            token_ids: int64[T], in the order of `metadata`'s sequences.
+            positions: int64[T], each token's index in its sequence, in [0, max_model_len); any of
+                these for padding.
+            pool: holds the K and V of every token before.
+            metadata: the batch.
+
+        Returns:
+            The final hidden states of `metadata.wanted`, normalized: `[N, E]`; before the last
+            stage, what this one has made of them.
+        """
+        if self.embedding is None:
+            residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
+        else:
+            residual = functional.embedding(token_ids, self.embedding)
+        adapters = metadata.adapters
+        native = None
+        if self._native is not None and (adapters is None or adapters.native is not None):
+            native = self._native.over(pool)
+        if native is not None:
+            return native.forward(
+                NativeInputs(
+                    hidden=residual,
+                    positions=positions,
+                    slot_mapping=metadata.slot_mapping,
+                    block_tables=metadata.block_tables,
+                    seq_lens=metadata.seq_lens,
+                    query_start_loc=metadata.query_start_loc,
+                    wanted=_native_wanted(metadata),
+                    adapters=None if adapters is None else adapters.native,
+                )
+            )
+        eps = self.config.rms_norm_eps
+        wanted = None if self.final_norm is None else metadata.wanted
+        out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
+        for index, plain_layer in enumerate(self.layers):
+            layer = _adapted(index, plain_layer, metadata)
+            if out is None:
+                normed = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            query = self._store(index, layer, normed, positions, pool, metadata)
+            if wanted is not None and index == len(self.layers) - 1:
+                query, residual = metadata.select(query), metadata.select(residual)
+                metadata = wanted.metadata
+                if not len(query):
+                    return residual
+                layer = _adapted(index, plain_layer, metadata)
+            attended = attend(
+                query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
+            )
+            out = layer.attention_output(attended)
+            normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
+            out = layer.feed_forward(normed)
+        assert out is not None, "a decoder has at least one layer"
+        if self.final_norm is None:
+            hidden = residual + out
+            self._others.send_on(hidden)
+            return metadata.select(hidden)
+        return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`.
+
+        Before the last stage that is `[S, 0]`.
+        """
+        if self.lm_head is None:
+            return hidden[:, :0].float()
+        if isinstance(self.lm_head, PackedLinear):
+            return self.lm_head(hidden, torch.float32)
+        return self.lm_head(hidden).float()
+
+    @cached_property
+    def _native(self) -> NativeLayers | None:
+        if self.final_norm is None:
+            return None
+        return NativeLayers(self.config, self.layers, self.final_norm, self.cos_sin)
+
+    @property
+    def _others(self) -> Ranks:
+        assert self.ranks is not None, "the stages of a pipeline know each other"
+        return self.ranks
+
+    def _store(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        normed: torch.Tensor,  # [T, E]
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Store the tokens' K and V; their queries, rotated: `[T, H, D]`."""
+        config = self.config
+        heads = layer.qkv(normed).view(
+            -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        )
+        query, key, value = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
+        if layer.qk_norm is not None:
+            query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
+        return ops.rotary_store_kv(
+            query,
+            key,
+            value,
+            self.cos_sin,
+            positions,
+            pool.key_cache(index),
+            pool.value_cache(index),
+            metadata.slot_mapping,
+            key_scales=pool.key_scales(index),
+            value_scales=pool.value_scales(index),
+        )
+
+
+def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:
+    return layer if metadata.adapters is None else metadata.adapters.onto(index, layer)
+
+
+def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
+    if metadata.wanted is None:
+        return None
+    places, alone = metadata.wanted.places, metadata.wanted.metadata
+    adapters = None if alone.adapters is None else alone.adapters.native
+    if adapters is None and metadata.adapters is not None:
+        adapters = RowAdapters(np.zeros(len(places), np.int64), {})
+    return NativeWanted(places, alone.query_start_loc, adapters)
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:

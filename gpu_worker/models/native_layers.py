@@ -5,7 +5,7 @@ import torch
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
-from kernels.cpu.program.caches import LayerCaches
+from kernels.cpu.fields import LayerCaches
 from kernels.cpu.program.decoder import NativeDecoder
 from kernels.cpu.program.layer_calls import NativeLayer, NativeLinear, can_gate
 from kernels.cpu.program.workspace import NativeShape

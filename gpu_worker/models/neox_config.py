@@ -1,12 +1,31 @@
 """What a GPT-NeoX model is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeAlias
 
-from gpu_worker.models.activation import ACTIVATIONS, Activation
+import torch
+from torch.nn import functional
+
 from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
 from gpu_worker.parallel.place import Place
 from gpu_worker.weights.json_fields import JsonFields
+
+Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Element by element; keeps shape and dtype."""
+
+_TANH_GELU: Final = partial(functional.gelu, approximate="tanh")
+
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    "gelu": functional.gelu,
+    "gelu_fast": _TANH_GELU,
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

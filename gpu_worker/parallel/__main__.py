@@ -3,9 +3,8 @@
 import signal
 import sys
 
-from gpu_worker.parallel.follower import end_with_input
-from gpu_worker.parallel.group import member_from_json
-from gpu_worker.parallel.run import run_rank
+from gpu_worker.parallel.follower import end_with_input, run_rank
+from gpu_worker.parallel.member import member_from_json
 
 
 def main() -> None:

@@ -16,9 +16,8 @@ from typing import NoReturn
 
 import structlog
 
-from gpu_worker.parallel.group import Member
 from gpu_worker.parallel.link import Frame, Kind, Link
-from gpu_worker.parallel.local_ranks import LocalRanks
+from gpu_worker.parallel.member import LocalRanks, Member
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from contract.step import PromptLogprobs, TokenLogprob
+from gpu_worker.memory.transfer import to_host, upload
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.step.readback import to_host
 from gpu_worker.step.rows import Rows, ScheduledRows
-from gpu_worker.step.upload import upload
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
 """Of float32 logits that are held at once: a prompt's may take more than the model."""

@@ -8,21 +8,22 @@ that need it: a batch of greedy ones costs a check for non-finite values and an 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
 from gpu_worker.sampling.params import NO_TOKEN, SamplingParams, SamplingTable
 from gpu_worker.sampling.penalties import TokenCounts
+from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
-from gpu_worker.step.upload import upload
 from kernels import ops
-from kernels.cpu.ops.draw import draw as draw_of_all
+from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
 """Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
@@ -33,35 +34,6 @@ _LEAST_WEIGHT: Final = 1.7e-38
 """Little above the exponential of that."""
 NOBODY: Final = np.empty(0, np.int64)
 """The places of none."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledLogprobs:
-    """Log-probabilities of the model's own distribution, before anything changed it."""
-
-    places: npt.NDArray[np.int64]
-    """int64[L]: which of the step's sequences, ascending; on the host."""
-    num_top: npt.NDArray[np.int64]
-    """int64[L]: how many likeliest tokens each asked for; on the host."""
-    chosen: torch.Tensor
-    """float32[L]: of the sampled tokens."""
-    top_token_ids: torch.Tensor
-    """int64[L, most of `num_top`], best first."""
-    top_logprobs: torch.Tensor
-    """float32, parallel to `top_token_ids`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """What the sampler drew, on the device."""
-
-    token_ids: torch.Tensor
-    """int64[S]; where `is_finite` is false, any id in range."""
-    is_finite: torch.Tensor
-    """bool[S]: whether all logits of the sequence were finite."""
-    logprobs: SampledLogprobs | None
-    stuck: npt.NDArray[np.int64]
-    """int64[*]: which of the sequences have a grammar that admits no token; on the host."""
 
 
 class Sampler:
@@ -339,6 +311,35 @@ class Sampler:
         chosen = raw_logprobs.gather(1, token_ids.index_select(0, index).unsqueeze(1)).squeeze(1)
         top = raw_logprobs.topk(min(int(num_top.max()), raw_logprobs.shape[1]), dim=1)
         return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
+
+
+def sample_others(
+    forced: ForcedTokens,
+    hidden: torch.Tensor,
+    sample: Callable[[torch.Tensor, npt.NDArray[np.int64]], Sampled],
+) -> Sampled:
+    """What all sequences of a step sample.
+
+    Args:
+        forced: What some of them must.
+        hidden: `[S, E]`, from which logits would be made; no row that is not finite has any.
+        sample: Samples for the others, by their part of `hidden` and their places, int64[*].
+    """
+    has_choice = np.ones(len(hidden), np.bool_)
+    has_choice[forced.places] = False
+    (places,) = has_choice.nonzero()
+    token_ids = np.empty(len(hidden), np.int64)
+    token_ids[forced.places] = forced.token_ids
+    is_finite = finite_rows(hidden.float())
+    if not len(places):
+        return Sampled(torch.from_numpy(token_ids), is_finite, None, NOBODY)
+    sampled = sample(hidden.index_select(0, torch.from_numpy(places)), places)
+    token_ids[places] = sampled.token_ids.numpy()
+    is_finite.numpy()[places] = sampled.is_finite.numpy()
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = replace(logprobs, places=places[logprobs.places])
+    return Sampled(torch.from_numpy(token_ids), is_finite, logprobs, places[sampled.stuck])
 
 
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.step.upload import upload
+from gpu_worker.memory.transfer import upload
 
 _FEW = (64, 1024)
 """Candidates that a CPU tries first: sorting a whole vocabulary takes it milliseconds a row."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc.aio
 import structlog
@@ -19,7 +19,7 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
-from contract.step import Result
+from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
@@ -29,15 +29,15 @@ from gpu_worker.service.description_wire import (
     worker_info_to_proto,
     worker_state_to_proto,
 )
-from gpu_worker.service.executions import Execution, Executions
-from gpu_worker.service.kv_exchange import pull_kv, read_kv, read_request
+from gpu_worker.service.holdings import Holdings
+from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
     plan_of,
 )
+from gpu_worker.service.streams import Execution, Executions
 from gpu_worker.service.worker_info import WorkerInfo, WorkerState
-from gpu_worker.step.runner import Steps
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
@@ -47,6 +47,30 @@ _CLOSE_S: Final = 10.0
 """How long a scheduler may take to read the results that it is owed when the model goes."""
 
 _log = structlog.get_logger()
+
+
+class Steps(HostBlocks, Protocol):
+    """Called from one event loop."""
+
+    @property
+    def num_rows_used(self) -> int:
+        """Rows that hold a sequence."""
+
+    async def attach(self, attachment: int) -> Holdings:
+        """Forget all rows; obey only `attachment` from then on.
+
+        Returns:
+            What there was.
+        """
+
+    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
+        """Queue a step; what it produces, or raises, comes in the future."""
+
+    def resize_pool(self, num_blocks: int) -> Awaitable[None]:
+        """Let the device have `num_blocks` blocks, after the steps taken so far.
+
+        Whoever attaches after this call finds it done.
+        """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):

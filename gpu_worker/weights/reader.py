@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.place import Place
-from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.weights.checkpoint import Checkpoint, Piece
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear

@@ -9,7 +9,7 @@ In its request's trace:
                  or from when they are asked for up to the step before which they are in
     finish       the result that ends it is applied, and its router told
 
-The worker adds what it computes (`gpu_worker/service/spans.py`); `quire.step_id` joins the two.
+The worker adds what it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins the two.
 """
 
 import time

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.cpu import ops as in_c
+from kernels.cpu.fields import num_partials
 from kernels.cpu.library import native
-from kernels.cpu.ops import attention
-from kernels.cpu.ops.attention import paged_attention_decode, paged_attention_prefill
+from kernels.ops import paged_attention_decode, paged_attention_prefill
 from tests.kernels.tensors import (
     dense_attention,
     far_apart,
@@ -116,7 +117,7 @@ class InShares:
         _, _, num_seqs, num_tokens, num_heads, _, head_dim, block_size = fields[:8]
         out, partials = fields[18:20]
         max_len = fields[-3] * block_size
-        num_floats = attention.num_partials(num_heads, head_dim, num_seqs, max_len)
+        num_floats = num_partials(num_heads, head_dim, num_seqs, max_len)
         ctypes.memset(out, 0xFF, 2 * num_tokens * num_heads * head_dim)  # NaN
         ctypes.memset(partials, 0xFF, 4 * num_floats)
         for kernel in (native().attention, native().merge_splits):
@@ -136,7 +137,7 @@ def test_any_number_of_shares_does_all_of_it(window, num_shares, monkeypatch):
     query = torch.randn(sum(query_lens) + 3, 6, 32).bfloat16()
     args = query, *paged.args, starts_of(query_lens), max(query_lens), 0.2
     whole = paged_attention_prefill(*args, window=window)
-    monkeypatch.setattr(attention, "native", lambda: InShares(num_shares))
+    monkeypatch.setattr(in_c, "native", lambda: InShares(num_shares))
     assert torch.equal(paged_attention_prefill(*args, window=window), whole)
 
 

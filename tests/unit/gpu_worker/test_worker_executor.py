@@ -8,8 +8,8 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_
 from contract.limits import Limits
 from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.service.spans import SequenceSpans
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.weights.json_fields import ModelError
 
 LIMITS = Limits(

@@ -5,8 +5,8 @@ import pytest
 
 from contract.limits import Limits
 from contract.step import NewSequence, Plan, TokenLogprob
-from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(

@@ -9,7 +9,7 @@ from test_worker_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 from contract.step import Plan
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.speculative.model import ModelDrafter
+from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
 
 CPU = torch.device("cpu")

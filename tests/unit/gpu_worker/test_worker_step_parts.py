@@ -9,8 +9,8 @@ from contract.limits import Limits
 from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.rows import ScheduledRows
-from gpu_worker.step.split import TokenLimit, halves
 
 LIMITS = Limits(
     max_num_seqs=6,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.step.upload import _upload_together, packed_bytes, upload, upload_into
+from gpu_worker.memory.transfer import _upload_together, packed_bytes, upload, upload_into
 
 CPU = torch.device("cpu")
 ARRAYS = [

@@ -5,7 +5,7 @@ import pytest
 
 from contract.limits import Limits
 from contract.step import NewSequence, Plan
-from gpu_worker.lora.adapter_table import AdapterTable
+from gpu_worker.lora.step_adapters import AdapterTable
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.rows import Rows
 
