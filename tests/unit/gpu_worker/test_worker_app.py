@@ -265,7 +265,7 @@ def test_blocks_in_rounds_down_and_refuses_none():
 @pytest.mark.parametrize(("max_num_seqs", "max_model_len"), [(6, 40), (6, 3), (1, 40), (30, 2)])
 def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_len):
     limits = Limits(max_num_seqs, max_model_len, 32, 0, 4, VOCAB_SIZE)
-    step = memory.largest_step(limits)
+    step = kv_memory.largest_step(limits)
     blocks = np.concatenate([new.block_ids for new in step.new_sequences])
     assert sorted(blocks.tolist()) == list(range(len(blocks)))
     pool = FakePool(len(blocks), limits.block_size)

@@ -140,12 +140,12 @@ async def test_blocks_arrive_where_they_should_and_nowhere_else(
 @pytest.mark.parametrize(
     ("sources", "targets", "epoch", "code", "words"),
     [
-        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids has 12"),
+        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids[0] is 12"),
         ([0, 1], [5, 5], 3, "INVALID_ARGUMENT", "has 5 twice"),
         ([0, 1], [5], 3, "INVALID_ARGUMENT", "it must have one for each of source_host_block_ids"),
         ([0], [0], 2, "FAILED_PRECONDITION", "epoch is 2"),
         ([0], [0], 4, "INVALID_ARGUMENT", "4, which has not attached"),
-        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids has 12"),
+        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids[0] is 12"),
     ],
 )
 async def test_wrong_requests_are_refused_by_name(
