@@ -24,11 +24,11 @@ from grpc_load import draw_prompts, sampling_of
 from load import Workload
 
 from contract.codec.step import plan_to_proto, result_from_proto, result_to_proto
+from contract.info import WorkerInfo
 from contract.step import Plan, Result
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.service.step_wire import plan_of
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
 from quire.v1 import worker_pb2
 from rpc.observe import logs

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from contract.lora import LoraAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
-    adapters: Mapping[Any, int] = field(default_factory=dict)
+    adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
     """The LoRA adapters that a new row may have, and the number of each, at least 1."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""

@@ -19,12 +19,12 @@ import torch
 
 from contract.arrays import Int32Array
 from contract.errors import UnavailableError, UnimplementedError
+from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leading_executor import AnyExecutor
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.executor import LaunchedStep
 from rpc.observe import timeline
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+
 from contract.arrays import Int32Array
 from contract.codec.checks import (
     check_count,
@@ -81,7 +83,7 @@ _RESULT_ARRAYS: Final = (
     "failed_host_block_ids",
 )
 _IDENTITY_BYTES: Final = 32
-_MAX_PIN_S: Final = 10**6
+MAX_PIN_S: Final = 10**6
 _NOTE_BYTES_PER_TOKEN: Final = 80
 """As in `quire.v1.NewSequence.note`, as the next."""
 _NOTE_BYTES_BESIDES: Final = 1024
@@ -199,6 +201,19 @@ def token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     )
 
 
+def token_logprob_from_proto(message: common_pb2.TokenLogprob, field: str) -> TokenLogprob:
+    """Parse the log-probabilities of one token; raises InvalidArgumentError naming `field`."""
+    check_parallel(
+        f"{field}.top_logprobs", message.top_logprobs, "top_token_ids", message.top_token_ids
+    )
+    return TokenLogprob(
+        index=0,
+        logprob=message.logprob,
+        top_token_ids=np.array(message.top_token_ids, np.uint32).view(np.int32),
+        top_logprobs=np.array(message.top_logprobs, np.float32),
+    )
+
+
 def _new_sequence_to_proto(seq: NewSequence) -> worker_pb2.NewSequence:
     return worker_pb2.NewSequence(
         **dict(zip(_SEQUENCE_FIELDS, _sequence_fields(seq), strict=True)),
@@ -273,7 +288,7 @@ def _pins_from_proto(batch: worker_pb2.StepBatch) -> tuple[tuple[BlockHash, floa
         return ()
     labels = unpack_labels(batch.pinned_labels, "pinned_labels", "pinned_s", len(batch.pinned_s))
     for seconds in batch.pinned_s:
-        check_positive("pinned_s", seconds, _MAX_PIN_S)
+        check_positive("pinned_s", seconds, MAX_PIN_S)
     hashes = (BlockHash(label.tobytes()) for label in labels)
     return tuple(zip(hashes, batch.pinned_s, strict=True))
 

@@ -5,8 +5,9 @@ what is done about a level changes what is read, and must not be undone by the f
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
+
+from contract.info import MemoryLevel
 
 _NUM_CALM = 5
 """Readings, each better than the level, after which it is left."""
@@ -14,19 +15,11 @@ _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 
 
-class Level(Enum):
-    """How short memory is; the numbers are those of the metric."""
-
-    OK = 0
-    WARNING = 1
-    CRITICAL = 2
-
-
 class WatchedMemory(Protocol):
     """What is asked for the level; from any thread."""
 
     @property
-    def level(self) -> Level | None:
+    def level(self) -> MemoryLevel | None:
         """How short memory is; None: it is not watched."""
 
 
@@ -37,11 +30,11 @@ class Thresholds:
     warning: float
     critical: float
 
-    def level(self, available: int, total: int) -> Level:
+    def level(self, available: int, total: int) -> MemoryLevel:
         """Return what `available` of `total` bytes are."""
         if available < self.critical * total:
-            return Level.CRITICAL
-        return Level.WARNING if available < self.warning * total else Level.OK
+            return MemoryLevel.CRITICAL
+        return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK
 
 
 def choose_thresholds(
@@ -68,10 +61,10 @@ class LevelMeter:
     """Follows the readings of one memory."""
 
     def __init__(self) -> None:
-        self.level = Level.OK
-        self._calm: list[Level] = []  # the last readings, as long as each was better
+        self.level = MemoryLevel.OK
+        self._calm: list[MemoryLevel] = []  # the last readings, as long as each was better
 
-    def take(self, read: Level) -> Level:
+    def take(self, read: MemoryLevel) -> MemoryLevel:
         """Take one more reading; return the level, which may have changed."""
         if read.value >= self.level.value:
             self.level, self._calm = read, []

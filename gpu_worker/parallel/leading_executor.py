@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from contract.errors import QuireError, UnimplementedError
+from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.executor import Executor, LaunchedStep
 from gpu_worker.step.rows import Rows

@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 import grpc.aio
 import structlog
 
+from contract.codec.info import memory_level_to_proto, worker_info_to_proto
+from contract.codec.state import holdings_to_parts
 from contract.codec.step import result_to_proto
 from contract.errors import (
     AlreadyExistsError,
@@ -19,17 +21,13 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
+from contract.info import WorkerInfo
+from contract.lora import LoraAdapter
+from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker import metrics
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
-from gpu_worker.service.description_wire import (
-    holdings_to_proto,
-    worker_info_to_proto,
-    worker_state_to_proto,
-)
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
@@ -37,7 +35,6 @@ from gpu_worker.service.step_wire import (
     plan_of,
 )
 from gpu_worker.service.streams import Execution, Executions
-from gpu_worker.service.worker_info import WorkerInfo, WorkerState
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
@@ -121,12 +118,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._loaded()[0].model_id
 
     @property
-    def adapters(self) -> Mapping[AdapterId, int]:
+    def adapters(self) -> Mapping[LoraAdapter, int]:
         """The LoRA adapters that batches may name, and the number of each."""
         return self._loaded()[0].limits.adapters
 
     @adapters.setter
-    def adapters(self, adapters: Mapping[AdapterId, int]) -> None:
+    def adapters(self, adapters: Mapping[LoraAdapter, int]) -> None:
         info, _ = self._loaded()
         self._info = replace(info, limits=replace(info.limits, adapters=adapters))
 
@@ -215,7 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"epoch {request.epoch} has sent a step, or has not finished attaching; "
                 "what the worker held can be read in between"
             )
-        for part in holdings_to_proto(attachment.holdings):
+        for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
             await context.write(part)
 
@@ -253,7 +250,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
             self._heard_s = now_s
-        state = WorkerState(
+        return worker_pb2.DescribeDeviceResponse(
+            worker=worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
@@ -261,10 +259,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 (self._is_unloaded or bool(self._executions))
                 and now_s - self._heard_s < LOST_AFTER_S
             ),
-            memory_level=None if self._memory is None else self._memory.level,
+            memory_level=memory_level_to_proto(
+                None if self._memory is None else self._memory.level
+            ),
             is_unloaded=self._is_unloaded,
         )
-        return worker_state_to_proto(self._info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from contract.codec.checks import check_count, check_number, check_positive
 from contract.errors import InvalidArgumentError
-from gpu_worker.lora.adapter_id import AdapterId
+from contract.lora import LoraAdapter
 from gpu_worker.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from quire.v1 import common_pb2
 
@@ -66,7 +66,9 @@ def sampling_params_from_proto(
     return parsed
 
 
-def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Mapping[AdapterId, int]) -> int:
+def adapter_from_proto(
+    params: common_pb2.SamplingParams, adapters: Mapping[LoraAdapter, int]
+) -> int:
     """Find the number of the adapter that is asked for; 0: none is.
 
     Raises:
@@ -74,7 +76,7 @@ def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Mapping[Adap
     """
     if not params.HasField("adapter"):
         return 0
-    wanted = AdapterId(params.adapter.name, params.adapter.digest)
+    wanted = LoraAdapter(params.adapter.name, params.adapter.digest)
     if (number := adapters.get(wanted)) is None:
         has = ", ".join(f"{a.name!r} ({a.digest.hex()[:8]})" for a in adapters) or "none"
         raise InvalidArgumentError(

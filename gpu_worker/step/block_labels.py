@@ -9,17 +9,17 @@ Nothing here waits: what a GPU will copy later, in stream order, counts as copie
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from contract.arrays import Int32Array, Int64Array
-from contract.hashing import HASH_BYTES
+from contract.arrays import Int32Array, Int64Array, Labels
+from contract.hashing import HASH_BYTES, BlockHash
 from contract.limits import Limits
+from contract.state import HeldBlocks, Holdings, Pins
 from contract.step import Plan
-from gpu_worker.service.holdings import HeldBlocks, Holdings, Labels
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 
@@ -35,9 +35,9 @@ class LabelPins:
         self.max_pins = max_pins
         """As many as there are blocks. The scheduler does not report unpinning."""
         self._clock = clock
-        self._ends: dict[bytes, float] = {}  # in the order of pinning
+        self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
-    def pin(self, pins: Iterable[tuple[bytes, float]]) -> None:
+    def pin(self, pins: Pins) -> None:
         """Keep each label for so many seconds from now."""
         now = self._clock()
         for label, seconds in pins:
@@ -52,7 +52,7 @@ class LabelPins:
                     break
                 del self._ends[label]
 
-    def held(self) -> tuple[tuple[bytes, float], ...]:
+    def held(self) -> Pins:
         """Labels whose time is not over, and how many seconds are left."""
         now = self._clock()
         return tuple((label, end - now) for label, end in self._ends.items() if end > now)

@@ -16,6 +16,7 @@ import torch
 from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
 from contract.limits import Limits
+from contract.state import Holdings
 from contract.step import Plan, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
@@ -29,7 +30,6 @@ from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.prompt_logprobs import PromptScores
 from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels

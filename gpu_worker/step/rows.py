@@ -21,8 +21,8 @@ import numpy as np
 from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import BrokenInvariantError, InvalidArgumentError
 from contract.limits import Limits
+from contract.state import HeldRow
 from contract.step import NewSequence, Plan, TokenLogprob
-from gpu_worker.service.holdings import HeldRow
 
 _NUM_LOGPROBS = 32
 """Kept for each row's last tokens: more than can be in steps and messages in flight, guesses

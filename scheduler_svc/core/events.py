@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array
+from contract.step import TokenLogprob
 from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 
 
@@ -87,6 +88,6 @@ class News:
     finished: tuple[Finished, ...]
     pinned: tuple[Pinned, ...] = ()
     """Sequences whose prompt was pinned since the last news."""
-    logprobs: tuple[tuple[int, bytes], ...] = ()
+    logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
     """The log-probabilities of tokens that no step has brought: `result_index`, and an entry of
     `HeldRow.logprobs`."""

@@ -4,9 +4,10 @@ What that means in numbers is `pressure.Pressure`'s. Nothing is refused or lost:
 waits in its place, and who is preempted draws the same later, as after any preemption.
 """
 
+from contract.info import MemoryLevel
 from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.reports.load import read_load
 from scheduler_svc.core.scheduler import Scheduler
 

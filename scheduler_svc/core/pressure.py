@@ -1,19 +1,9 @@
 """How many sequences may run, and how much of prompts a step may have, while memory is short."""
 
-from enum import Enum
+from contract.info import MemoryLevel
 
 _HALVE_AGAIN_S = 10.0
 """Longer than a worker's level takes to follow what its memory does."""
-
-
-class MemoryLevel(Enum):
-    """How short the memory of a worker's device is, as the worker says; the numbers are metrics."""
-
-    OK = 0
-    WARNING = 1
-    """What runs goes on, and nothing is added."""
-    CRITICAL = 2
-    """Less must run, and soon."""
 
 
 class Pressure:

@@ -14,7 +14,7 @@ from scheduler_svc.core.cache.publisher import Publisher
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, SteadyDecodes
 from scheduler_svc.core.events import Preempted, Started
-from scheduler_svc.core.handover.holdings import identity, swap_root
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Rank

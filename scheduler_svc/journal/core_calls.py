@@ -7,11 +7,11 @@ from zlib import crc32
 import numpy as np
 
 from contract.arrays import Int32Array
+from contract.info import MemoryLevel
+from contract.state import Holdings
 from contract.step import NewSequence, Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import Holdings
 from scheduler_svc.core.handover.moved_request import ExportId, ImportId, MovedRequest
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 

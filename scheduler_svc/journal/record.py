@@ -18,10 +18,11 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 import structlog
 
+from contract.info import MemoryLevel, WorkerInfo
+from contract.state import Holdings
 from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Finished, News
-from scheduler_svc.core.handover.holdings import Holdings
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -30,9 +31,7 @@ from scheduler_svc.core.handover.moved_request import (
     MovedRequest,
 )
 from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.core_calls import (
     BeginExport,
     BeginImport,

@@ -8,6 +8,8 @@ from typing import Any, BinaryIO, Final, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from contract.codec.info import memory_level_from_proto, memory_level_to_proto
+from contract.codec.state import holdings_from_proto, holdings_to_proto
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.step import NewSequence, Plan, Result, StepId
@@ -41,8 +43,6 @@ from scheduler_svc.journal.core_calls import (
 )
 from scheduler_svc.journal.frames import CutOff, RecordingError, read_frames
 from scheduler_svc.journal.moves_wire import move_from_proto, move_to_proto
-from scheduler_svc.wire.holdings import holdings_from_proto, holdings_to_proto
-from scheduler_svc.wire.memory_level import memory_level_from_proto, memory_level_to_proto
 
 FORMAT_VERSION: Final = 1
 """Raised with every change that an older reader would misread."""

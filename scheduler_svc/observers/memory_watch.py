@@ -2,8 +2,8 @@
 
 import structlog
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.pressed import PressedScheduler
-from scheduler_svc.core.pressure import MemoryLevel
 
 log = structlog.get_logger()
 

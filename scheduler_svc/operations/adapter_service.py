@@ -2,12 +2,12 @@
 
 import grpc.aio
 
+from contract.codec.info import adapter_to_proto
 from contract.errors import InvalidArgumentError
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 from scheduler_svc.operations.adapters import Adapters
-from scheduler_svc.wire.adapters import adapter_to_proto
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):

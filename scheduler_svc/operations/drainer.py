@@ -92,4 +92,4 @@ class Drainer:
 
 
 def _keeps_kv(session: Session) -> bool:
-    return session.info.takes_kv and session.info.num_host_blocks > 0
+    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

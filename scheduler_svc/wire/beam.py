@@ -8,10 +8,10 @@ import numpy as np
 
 from contract.arrays import ints
 from contract.errors import InvalidArgumentError
+from contract.info import ModelInfo
 from contract.step import Result
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
-from scheduler_svc.domain import ModelInfo
 
 _MIN_WIDTH, _MAX_WIDTH = 2, 10
 """As in `quire.v1.BeamSearch`, as the next."""

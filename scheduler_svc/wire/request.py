@@ -5,10 +5,11 @@ from math import isfinite
 from contract.arrays import Int32Array
 from contract.codec.checks import check_range
 from contract.errors import InvalidArgumentError, NotFoundError
+from contract.info import ModelInfo
+from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.operations.adapter_salt import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 

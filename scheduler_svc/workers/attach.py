@@ -4,13 +4,13 @@ import asyncio
 
 import grpc.aio
 
+from contract.codec.info import worker_info_from_proto
+from contract.codec.state import check_holdings, holdings_from_proto
 from contract.errors import InvalidArgumentError, StaleEpochError, UnavailableError
+from contract.info import WorkerInfo
+from contract.state import Holdings
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
-from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from scheduler_svc.workers.stream import WorkerClientConfig, WorkerLink, unavailable
 
 _ATTACH_TIMEOUT_S = 10.0

@@ -9,8 +9,9 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
+from contract.info import WorkerInfo
 from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.domain import SubmitRequest, WorkerInfo
+from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.pacing.pacer import Pace
@@ -193,8 +194,8 @@ class Engine:
             worker=self.target,
             worker_id=info.worker_id,
             device=info.device,
-            model=info.model.id,
-            num_blocks=info.num_blocks,
+            model=info.model_id,
+            num_blocks=info.limits.num_blocks,
             num_held_rows=num_held_rows,
         )
         self.session = session

@@ -8,6 +8,7 @@ import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
+from contract.info import ModelInfo, WorkerInfo
 from rpc.health.state import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
@@ -16,9 +17,7 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
-    ModelInfo,
     SubmitRequest,
-    WorkerInfo,
 )
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.operations.adapter_use import AdapterUse, check_adapter

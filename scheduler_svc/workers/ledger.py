@@ -11,9 +11,9 @@ import numpy as np
 from contract.arrays import Int32Array
 from contract.codec.checks import check_range, check_top_tokens
 from contract.errors import InvalidArgumentError
+from contract.info import WorkerInfo
 from contract.step import Plan, Result, StepId
 from quire.v1 import worker_pb2
-from scheduler_svc.domain import WorkerInfo
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -22,14 +22,14 @@ class WorkerLedger:
     """Follows the plans sent on one link, and checks their results; costs work per array."""
 
     def __init__(self, info: WorkerInfo) -> None:
-        self._vocab_size = info.model.vocab_size
+        self._vocab_size = info.limits.vocab_size
         self._num_draft_tokens = info.num_draft_tokens
         # A row samples in the steps [first, last]; with drafts it may end sooner.
-        self._first = np.full(info.max_num_seqs, _NEVER, np.int64)
-        self._last = np.zeros(info.max_num_seqs, np.int64)
-        self._num_left = np.zeros(info.max_num_seqs, np.int32)
+        self._first = np.full(info.limits.max_num_seqs, _NEVER, np.int64)
+        self._last = np.zeros(info.limits.max_num_seqs, np.int64)
+        self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
         """Known tokens that a row has to compute before it samples."""
-        self._num_samples = np.zeros(info.max_num_seqs, np.int32)
+        self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
         """Tokens that a row samples; with drafts, those that it has not yet."""
         self._swap_ins: dict[StepId, set[int]] = {}
         """Device blocks, of the steps that have some."""

@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 from contract.errors import UnavailableError
-from scheduler_svc.domain import ModelInfo, WorkerInfo
+from contract.info import ModelInfo, WorkerInfo
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.roster import Roster
 

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from contract.codec.info import adapter_from_worker, memory_level_from_proto
 from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.heartbeat import BEAT_S, TICK_S, Silence
+from contract.info import MemoryLevel, WorkerInfo
+from contract.lora import LoadedAdapter, LoraAdapter
 from contract.packing import pack_int32
+from contract.state import Holdings
 from contract.step import Plan, Result
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
-from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
-from scheduler_svc.wire.adapters import adapter_from_proto
-from scheduler_svc.wire.memory_level import memory_level_from_proto
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
@@ -198,7 +197,7 @@ class WorkerLink:
         )
         with calling():
             loaded = await self._adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
-        return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
+        return LoadedAdapter(adapter_from_worker(loaded.adapter, "adapter"), loaded.was_there)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """Have the worker unload one; see `AdapterService.UnloadAdapter`.
@@ -290,7 +289,7 @@ class WorkerLink:
                 "step_id", f"is {message.step_id}; the oldest step in flight is {expected}"
             )
         with timeline.span("decode the result"):
-            result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
+            result = result_from_proto(message, self._step_id_base, self.info.limits.max_num_seqs)
             self._ledger.check(result, message)
         sent = self._in_flight.popleft()
         self._since_result.heard()

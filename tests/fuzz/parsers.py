@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from contract.arrays import ints
+from contract.codec.info import worker_info_from_proto
+from contract.codec.state import check_holdings, holdings_from_proto
 from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
+from contract.info import MemoryLevel, ModelInfo
 from contract.limits import Limits
 from contract.step import Plan, Result
 from gpu_worker.service.step_wire import (
@@ -46,9 +49,7 @@ from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
 from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
 from scheduler_svc.journal.core_calls import (
     Cancel,
     CoreOrigin,
@@ -68,10 +69,8 @@ from scheduler_svc.journal.recording_wire import (
     origin_to_payload,
     read_recording,
 )
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.kv import query_from_proto
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples
 from tests.fuzz.json_bodies import bodies
 from tests.fuzz.messages import wire

@@ -4,18 +4,18 @@ It executes plans exactly as worker.proto says, at the worst moment that it allo
 first wrong slot, in the step that reads it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from zlib import crc32
 
 import numpy as np
 
 from contract.arrays import Int32Array, ints
-from contract.hashing import BlockHash
-from contract.step import NewSequence, Plan, Result
-from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
+from contract.hashing import HASH_BYTES, BlockHash
+from contract.state import HeldBlocks, HeldRow, Holdings
+from contract.step import NewSequence, Plan, Result, TokenLogprob
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import is_name_of
@@ -115,9 +115,9 @@ class FakeWorker:
         rows, self.rows = self.rows, {}
         return Holdings(
             tuple(self._held(row) for row in rows.values() if self._is_held(row)),
-            _held_blocks(self.labels, DeviceBlockId),
-            _held_blocks(self.host_labels, HostBlockId),
-            _held_blocks(self.disk.labels, DiskBlockId),
+            _held_blocks(self.labels),
+            _held_blocks(self.host_labels),
+            _held_blocks(self.disk.labels),
             tuple(self.pins.items()),
         )
 
@@ -131,7 +131,7 @@ class FakeWorker:
             identity=row.new.identity,
             token_ids=np.array(row.tokens, np.int32),
             num_computed_tokens=min(row.computed, len(row.tokens) - 1),
-            block_ids=tuple(map(DeviceBlockId, row.blocks)),
+            block_ids=ints(row.blocks),
             has_stopped=row.ended,
             had_logprobs=luck % 4 == 0,  # as good as any
             logprobs=tuple(map(log_of, range(len(row.tokens))[len(row.tokens) - luck // 4 % 4 :])),
@@ -338,9 +338,10 @@ class FakeWorker:
         )
 
 
-def log_of(position: int) -> bytes:
+@cache
+def log_of(position: int) -> TokenLogprob:
     """Stand for the log-probability of the token at a position."""
-    return f"log-probability of token {position}".encode()
+    return TokenLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
 
 
 def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:
@@ -349,9 +350,9 @@ def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> N
         labels[target] = label
 
 
-def _held_blocks(labels: dict[int, bytes], block_id: Callable[[int], BlockIdT]) -> HeldBlocks:
-    hashes = [BlockHash(label) for label in labels.values()]
-    return HeldBlocks([block_id(block) for block in labels], hashes)
+def _held_blocks(labels: dict[int, bytes]) -> HeldBlocks:
+    packed = np.frombuffer(b"".join(labels.values()), np.uint8)
+    return HeldBlocks(ints([*labels]), packed.reshape(-1, HASH_BYTES))
 
 
 def _pairs(sources: Int32Array, targets: Int32Array) -> list[tuple[int, int]]:

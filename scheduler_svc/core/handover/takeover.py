@@ -29,18 +29,20 @@ log-probabilities, so that not even those are computed again. If it lacks more o
 worker has kept, the tokens are drawn again, and come out the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash, extend_chain, tail_hash
-from contract.step import Plan
+from contract.state import HeldBlocks, HeldRow, Holdings
+from contract.step import Plan, TokenLogprob
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Finished, News
-from scheduler_svc.core.handover.holdings import HeldRow, Holdings, identity, swap_root
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
@@ -59,7 +61,7 @@ class Successor(Replica):
         self._unclaimed: dict[bytes, list[HeldRow]] = {}
         self._kept_until = 0.0
         self._claimable_until = 0.0
-        self._told: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
+        self._told: list[tuple[Sequence, Int32Array, tuple[TokenLogprob, ...]]] = []
         """Tokens that sequences had already, and of which their sources have not heard; with their
         log-probabilities, if these are wanted."""
         self._ended: list[Finished] = []
@@ -74,13 +76,13 @@ class Successor(Replica):
         self._claimable_until = now + self.config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
-        tables = [row.block_ids for row in self.unclaimed]
-        self._tier.pool.restore((), host.block_ids, host.hashes)
-        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
+        tables = [_table(row) for row in self.unclaimed]
+        self._tier.pool.restore((), _blocks(host, HostBlockId), host.hashes)
+        self._tier.disk.pool.restore((), _blocks(disk, DiskBlockId), disk.hashes)
         if not self.config.enable_prefix_caching:
             self._pool.restore(tables, (), ())
             return
-        self._pool.restore(tables, device.block_ids, device.hashes)
+        self._pool.restore(tables, _blocks(device, DeviceBlockId), device.hashes)
         self._pins.restore(holdings.pins, now)
 
     @property
@@ -103,7 +105,7 @@ class Successor(Replica):
         ended, self._ended = tuple(self._ended), []
         admitted, self._admitted = tuple(self._admitted), []
         seqs = [seq for seq, tokens, _ in told for _ in range(len(tokens))]
-        logprobs: list[bytes | None] = []
+        logprobs: list[TokenLogprob | None] = []
         for _, tokens, scores in told:
             logprobs += scores or [None] * len(tokens)
         return News(
@@ -214,10 +216,11 @@ class Successor(Replica):
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         num_full, num_in_tail = divmod(num_computed, self.config.block_size)
-        kept = row.block_ids[: num_full + bool(num_in_tail)]
+        table = _table(row)
+        kept = table[: num_full + bool(num_in_tail)]
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
-        self._pool.drop(row.block_ids[len(kept) :])
+        self._pool.drop(table[len(kept) :])
         copies = bool(num_in_tail) and not self._pool.is_writable(kept[-1])
         ready = [*kept[:-1]] if copies else [*kept]
         num_new = -(-len(seq.token_ids) // self.config.block_size) - len(ready)
@@ -317,12 +320,12 @@ class Successor(Replica):
 
     def _let_go(self, row: HeldRow) -> None:
         self._claim(row)
-        self._pool.drop(row.block_ids)
+        self._pool.drop(_table(row))
 
     @property
     def held_device_blocks(self) -> list[DeviceBlockId]:
         """The device blocks that unclaimed rows hold, each as often as it is held."""
-        return [block for row in self.unclaimed for block in row.block_ids]
+        return [block for row in self.unclaimed for block in _table(row)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +334,14 @@ class _SwappedKv:
     disk: list[DiskBlockId]
     """Behind those on the host."""
     num_tokens: int
+
+
+def _table(row: HeldRow) -> list[DeviceBlockId]:
+    return [DeviceBlockId(block) for block in row.block_ids.tolist()]
+
+
+def _blocks(held: HeldBlocks, block_id: Callable[[int], BlockIdT]) -> list[BlockIdT]:
+    return [block_id(block) for block in held.block_ids.tolist()]
 
 
 def _known_tokens(request: Request, output_index: int) -> Int32Array:

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.sequence import RUNNING
 
 if TYPE_CHECKING:

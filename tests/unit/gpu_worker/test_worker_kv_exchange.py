@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from contract.packing import pack_int32
+from contract.state import Holdings
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loop import StepLoop
 from gpu_worker.service import kv_exchange
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.holdings import Holdings
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.block_labels import BlockLabels
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
@@ -61,7 +61,16 @@ class Steps:
 
 @contextlib.asynccontextmanager
 async def serving(path, pool, dtype="float32", *, files=None, **fields):
-    info = WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **fields)
+    info = WorkerInfo(
+        "w",
+        "cpu",
+        "m",
+        LIMITS,
+        (),
+        BLOCK_BYTES,
+        dtype,
+        **{"instance_id": new_instance_id(), **fields},
+    )
     tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
     service = WorkerService(tls)
     service.open(info, Steps(pool))

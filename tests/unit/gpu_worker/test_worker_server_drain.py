@@ -7,9 +7,9 @@ import grpc.aio
 import pytest
 from worker_service import INFO, batch, first_batch, until_open
 
+from contract.state import Holdings
 from contract.step import Result
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.holdings import Holdings
 from quire.v1 import worker_pb2
 from tests.served_worker import failure, served
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from contract.errors import InvalidArgumentError, UnavailableError
+from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker.loop import StepLoop
-from gpu_worker.service.holdings import Holdings
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,12 +8,12 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_requests import make_request
 
+from contract.info import MemoryLevel
 from rpc.health.state import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
 from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
