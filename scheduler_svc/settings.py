@@ -1,4 +1,4 @@
-"""What the operator tells a scheduler."""
+"""The scheduler's flags and environment variables."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
