@@ -98,7 +98,7 @@ class QueueCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         queued = GaugeMetricFamily(
             "quire_num_requests_waiting_by_tenant",
-            f"Sequences that wait, of the {MAX_TENANTS} tenants with most of them, and of all"
+            f"Waiting sequences of each of the {MAX_TENANTS} tenants with the most, and of all"
             f" others ({OTHER_TENANTS}).",
             labels=["tenant"],
         )
@@ -111,7 +111,7 @@ class QueueCollector(Collector):
         yield queued
         ages = GaugeMetricFamily(
             "quire_oldest_step_age_seconds",
-            "How long the oldest step in flight has been so; 0 if none is.",
+            "How long the oldest step has been in flight; 0 if none is.",
             labels=["worker"],
         )
         for worker, age_s in self._oldest_step_ages_s().items():
@@ -144,7 +144,7 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_memory_level",
-        "How short the worker's memory is: 0 enough; 1 warning, no more run; 2 critical, fewer do.",
+        "Memory pressure at the worker: 0 none; 1 warning: no more run; 2 critical: fewer run.",
         lambda load: load.memory_level.value,
     ),
     ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),
@@ -202,12 +202,12 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
     (
         "quire_recomputed_tokens",
-        "Tokens computed again, of sequences preempted, or live at a worker or scheduler before.",
+        "Tokens recomputed, of sequences preempted, or live at another worker or scheduler before.",
         lambda load: load.num_recomputed_tokens,
     ),
     (
         "quire_adopted_tokens",
-        "Tokens of sequences of the scheduler before whose KV the worker still had.",
+        "Tokens of an earlier scheduler's sequences whose KV the worker still had.",
         lambda load: load.num_adopted_tokens,
     ),
     (
@@ -232,7 +232,7 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_kv_moved_blocks",
-        "Device blocks moved by defragmentation; two that change places are two.",
+        "Device blocks moved by defragmentation; two that change places count twice.",
         lambda load: load.num_moved_blocks,
     ),
     (
@@ -262,7 +262,7 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_memory_preemptions",
-        "Sequences preempted so that fewer run, because the worker's memory was critical.",
+        "Sequences preempted because the worker's memory was critical.",
         lambda load: load.num_memory_preemptions,
     ),
     ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
@@ -271,7 +271,7 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 _SPACE_GAUGES: tuple[tuple[str, str, Callable[[Fragmentation], float]], ...] = (
     (
         "quire_kv_fragmentation_rate",
-        "1 - longest run of free blocks / free blocks; free is what nobody holds.",
+        "1 - longest run of free blocks / free blocks; unheld cached blocks count as free.",
         lambda fragmentation: fragmentation.rate,
     ),
     (

@@ -54,17 +54,17 @@ class SchedulerMetrics:
         )
         self._update = histogram(
             "quire_update_seconds",
-            "Time to apply a step's result and to make the routers' messages.",
+            "Time to apply a step's result and to write the routers' messages.",
             _CPU_BUCKETS_S,
         )
         self._step_rpc = histogram(
             "quire_step_rpc_seconds",
-            "Time from sending a step to having its result; steps overlap.",
+            "Time from sending a step to receiving its result; steps overlap.",
             _STEP_BUCKETS_S,
         )
         self._step_execute = histogram(
             "quire_step_execute_seconds",
-            "Time the worker spent on a step, as it says.",
+            "Time the worker spent on a step, as it measured.",
             _STEP_BUCKETS_S,
         )
         self._queue_time = histogram(
@@ -85,7 +85,7 @@ class SchedulerMetrics:
         )
         self.migrations = Counter(
             "quire_migrations",
-            "Requests moved between workers with their KV, or not after all.",
+            "Moves of requests with their KV between workers, by end: arrived, ended or failed.",
             ["source", "target", "end"],
             registry=registry,
         )
