@@ -33,6 +33,7 @@ from scheduler_svc.workers.attach import attach, next_epoch, wait_for_vacancy
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import Placement, Placer
+from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerClientConfig
 
 _MIB = 1024 * 1024
@@ -94,6 +95,7 @@ async def _run_scheduler(
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
+    pace = Pace(settings.max_decode_slowdown, settings.max_prompt_step_s)
 
     def make_engine(target: str) -> Engine:
         config = WorkerClientConfig(
@@ -108,11 +110,10 @@ async def _run_scheduler(
             target,
             attach=partial(attach, config),
             open_core=partial(_open_core, settings, recordings),
+            make_session=partial(
+                Session, streams=streams, spans=spans, metrics=metrics.of(target), pace=pace
+            ),
             owner=fleet,
-            streams=streams,
-            spans=spans,
-            metrics=metrics.of(target),
-            pace=Pace(settings.max_decode_slowdown, settings.max_prompt_step_s),
         )
 
     registry.register(LoadCollector(roster.loads, roster.unloaded))

@@ -31,12 +31,10 @@ class EngineMetrics:
     """Requests refused because they could not meet their deadline."""
 
     def on_sent(self, step: SentStep) -> None:
-        """See `StepObserver`."""
         self.schedule.observe(step.took_s)
         self.step_tokens.observe(step.plan.num_scheduled_tokens)
 
     def on_answered(self, step: AnsweredStep) -> None:
-        """See `StepObserver`."""
         self.update.observe(step.update_s)
         self.step_rpc.observe(step.rpc_s)
         self.step_execute.observe(step.execute_s)
@@ -46,8 +44,12 @@ class SchedulerMetrics:
     """All workers' histograms and counters."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._histograms: list[Histogram] = []
+
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, help_text, ["worker"], buckets=buckets, registry=registry)
+            made = Histogram(name, help_text, ["worker"], buckets=buckets, registry=registry)
+            self._histograms.append(made)
+            return made
 
         self._schedule = histogram(
             "quire_schedule_seconds", "Time to plan a step and to encode it.", _CPU_BUCKETS_S
@@ -72,7 +74,6 @@ class SchedulerMetrics:
             "Time from a sequence's arrival until it left the queue.",
             _QUEUE_BUCKETS_S,
         )
-
         self._step_tokens = histogram(
             "quire_iteration_tokens", "Tokens that a step computes.", _TOKEN_BUCKETS
         )
@@ -105,14 +106,7 @@ class SchedulerMetrics:
 
     def forget(self, worker: str) -> None:
         """Stop exporting a worker that is gone: in a cluster no other gets its address."""
-        for histogram in (
-            self._schedule,
-            self._update,
-            self._step_rpc,
-            self._step_execute,
-            self._step_tokens,
-            self._queue_time,
-        ):
+        for histogram in self._histograms:
             histogram.remove(worker)
-        for where in ("waiting", "refused"):
-            self._deadline_drops.remove(worker, where)
+        for stage in ("waiting", "refused"):
+            self._deadline_drops.remove(worker, stage)

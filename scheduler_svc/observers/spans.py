@@ -135,7 +135,6 @@ class WorkerSpans:
         """Sequences whose blocks are being copied to the host, and the step that does it."""
 
     def on_sent(self, sent: SentStep) -> None:
-        """See `StepObserver`."""
         plan, step_id = sent.plan, sent.step_id
         if not plan.turns and not plan.new_sequences:  # most steps
             return
@@ -167,7 +166,6 @@ class WorkerSpans:
             traced.record("admission", start_s, now_s, attributes)
 
     def on_answered(self, answered: AnsweredStep) -> None:
-        """See `StepObserver`."""
         while self._leaving and self._leaving[0][0] <= answered.step_id:
             self._leaving.pop(0)[1].end("swap_out", time.time())
 

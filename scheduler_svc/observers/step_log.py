@@ -55,13 +55,11 @@ class StepLog:
         self._num_preemptions = 0
 
     def on_sent(self, step: SentStep) -> None:
-        """See `StepObserver`."""
         num_preemptions = step.queues.num_preemptions
         self._in_flight.append((step, num_preemptions - self._num_preemptions))
         self._num_preemptions = num_preemptions
 
     def on_answered(self, step: AnsweredStep) -> None:
-        """See `StepObserver`."""
         sent, num_preemptions = self._in_flight.popleft()
         plan, queues = sent.plan, sent.queues
         num_prefill_tokens = plan.num_scheduled_tokens - plan.num_decodes

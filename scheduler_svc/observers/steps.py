@@ -62,13 +62,11 @@ class PacingObserver:
         self.pacer = StepPacer(pace, config)
 
     def on_sent(self, step: SentStep) -> None:
-        """See `StepObserver`."""
         # Until the pacer has seen prompts, its bound is a guess, below what there is time for.
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
         self.meter.sent(step.plan, bound)
         self.pacer.sent(step.plan, time.monotonic())
 
     def on_answered(self, step: AnsweredStep) -> None:
-        """See `StepObserver`."""
         self.meter.answered(step.execute_s)
         self.pacer.answered(step.execute_s, time.monotonic())

@@ -11,10 +11,6 @@ import structlog
 from contract.errors import UnavailableError
 from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
-from scheduler_svc.observers.metrics import EngineMetrics
-from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.pacing.pacer import Pace
-from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
@@ -26,6 +22,9 @@ log = structlog.get_logger()
 
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches the engine's worker; takes `wake` and `step_id_base` as `attach.attach` does."""
+
+MakeSession = Callable[[WorkerLink, Successor, asyncio.Event], Session]
+"""Creates a session; takes `wake` as `Session` does."""
 
 OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
 """Creates the core for a worker, which plans for it until the `with` ends."""
@@ -72,11 +71,8 @@ class Engine:
         *,
         attach: Attach,
         open_core: OpenCore,
+        make_session: MakeSession,
         owner: EngineOwner,
-        streams: RouterStreams,
-        spans: SequenceSpans,
-        metrics: EngineMetrics,
-        pace: Pace,
     ) -> None:
         self.target = target
         self.session: Session | None = None
@@ -94,11 +90,8 @@ class Engine:
         self._changed = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
+        self._make_session = make_session
         self._owner = owner
-        self._streams = streams
-        self._spans = spans
-        self._metrics = metrics
-        self._pace = pace
         self._last_step_id = 0
 
     async def run(self) -> None:
@@ -174,15 +167,7 @@ class Engine:
             self._changed.set()
 
     async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
-        session = Session(
-            link,
-            core,
-            wake=wake,
-            streams=self._streams,
-            spans=self._spans,
-            metrics=self._metrics,
-            pace=self._pace,
-        )
+        session = self._make_session(link, core, wake)
         self._begin(session, link.info, len(core.unclaimed))
         drain = asyncio.create_task(self._await_drain(session))
         try:

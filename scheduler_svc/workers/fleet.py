@@ -268,12 +268,10 @@ class Fleet:
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
     async def settle(self, engine: Engine, link: WorkerLink) -> None:
-        """See `EngineOwner`."""
         await self.adapters.settle(engine.target, link, link.info.model.adapters)
         self.accept(engine, link.info)  # again: another may have joined with another model
 
     def on_attached(self, engine: Engine) -> None:
-        """See `EngineOwner`."""
         if len(self._sessions()) == 1:  # routers that waited for a worker submit now
             self._adapter_use.expect()
         self._attached.set()
@@ -282,11 +280,9 @@ class Fleet:
         self.place_unplaced()
 
     def on_draining(self, engine: Engine) -> None:
-        """See `EngineOwner`."""
         self._draining_engines.put_nowait(engine)
 
     def on_unavailable(self, engine: Engine) -> None:  # noqa: ARG002
-        """See `EngineOwner`."""
         self._update_health()
 
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:

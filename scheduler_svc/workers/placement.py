@@ -61,7 +61,6 @@ class WorkerLoad:
 
     @property
     def num_seqs(self) -> int:
-        """Waiting and running sequences."""
         return self.num_running + self.num_waiting
 
     def has_room(self, n: int) -> bool:
@@ -154,7 +153,6 @@ class UnplacedRequests:
         return any(command.request.cache_salt.startswith(salt) for command in self._commands)
 
     def add(self, command: SubmitRequest) -> None:
-        """Keep a request."""
         self._commands.append(command)
 
     def take_all(self) -> list[SubmitRequest]:

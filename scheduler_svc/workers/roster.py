@@ -33,11 +33,9 @@ class Roster:
         """Of all workers, attached or not."""
 
     def add(self, engine: Engine) -> None:
-        """Add an engine."""
         self.engines = (*self.engines, engine)
 
     def remove(self, engine: Engine) -> None:
-        """Remove an engine."""
         self.engines = tuple(each for each in self.engines if each is not engine)
 
     def engine(self, worker: str) -> Engine:

@@ -40,7 +40,7 @@ def make_session(spans):
     return Session(
         FakeLink(),
         Successor(config),
-        wake=asyncio.Event(),
+        asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
         metrics=SchedulerMetrics(CollectorRegistry()).of("w"),
