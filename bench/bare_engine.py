@@ -23,11 +23,11 @@ import uvloop
 from grpc_load import draw_prompts, sampling_of
 from load import Workload
 
-from gpu_worker.loading.assemble import load
+from gpu_worker.loading.worker_model import load
+from gpu_worker.loop import StepLoop
 from gpu_worker.service.step_wire import step_input_from_proto, step_output_to_proto
 from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import StepOutput
 from quire.v1 import worker_pb2
 from rpc.observe import logs

@@ -101,7 +101,7 @@ async def _service(
             argv=(sys.executable, *program, *listen, *flags),
             http_address=ports.join(_HOST, http_port),
         )
-        child = Child.start(spec, directory / "log")
+        child = await Child.start(spec, directory / "log")
         try:
             yield Service(child, socket)
         finally:

@@ -5,8 +5,7 @@ import sys
 import structlog
 
 from contract.errors import StaleEpochError
-from rpc.observe import instruments
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
 from scheduler_svc.journal.frames import RecordingError
@@ -21,7 +20,7 @@ EXIT_STALE_EPOCH = 3
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = parse_settings(SchedulerSettings, "quire-scheduler")
-    instruments.set_up("scheduler", settings)
+    observe("scheduler", settings)
     try:
         run(run_scheduler(settings))
     except StaleEpochError as error:

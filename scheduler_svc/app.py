@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
 from scheduler_svc.core.cache.eviction import Eviction

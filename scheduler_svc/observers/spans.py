@@ -7,7 +7,7 @@
                  in, from the request for them until the step before which they are there
     finish       applying the result that ends it, and telling its router
 
-The worker adds the steps that it computes (`gpu_worker/service/spans.py`); `quire.step_id` joins
+The worker adds the steps that it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins
 the two.
 """
 

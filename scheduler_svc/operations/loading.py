@@ -18,9 +18,7 @@ from quire.v1 import admin_pb2, admin_pb2_grpc, loading_pb2, loading_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling
-from rpc.tasks.answers import answers
-from rpc.tasks.merging import merged
-from rpc.tasks.shielded import retrieve
+from rpc.tasks import merged, responses, retrieve
 from scheduler_svc.operations.migration import Drainer
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.roster import Roster, ask_all, said_by
@@ -83,7 +81,7 @@ class WorkerCalls:
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            async with contextlib.aclosing(answers(stub.Load(request))) as loading:
+            async with contextlib.aclosing(responses(stub.Load(request))) as loading:
                 async for answer in loading:
                     yield LoadProgress(
                         target,
@@ -99,7 +97,7 @@ class WorkerCalls:
         async with open_channel(target, tls=self._tls) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
             try:
-                drain = answers(stub.Drain(admin_pb2.DrainRequest()))
+                drain = responses(stub.Drain(admin_pb2.DrainRequest()))
                 async with contextlib.aclosing(drain) as draining:
                     async for answer in draining:
                         has_begun = True

@@ -22,7 +22,7 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
@@ -63,7 +63,7 @@ class Migrator:
         """`migrations` counts by source, target and end."""
         self._roster = roster
         self._migrations = migrations
-        self._moves = Finishing()
+        self._moves = BackgroundTasks()
 
     async def migrate(self, request_id: str, worker: str) -> Migration:
         """Move a live request to a worker. Continues if the caller is cancelled.
@@ -94,7 +94,7 @@ class Migrator:
 
     async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
         """Move a live request of `source`; otherwise like `migrate`."""
-        return await self._moves.finish(self._run(live, source, target))
+        return await self._moves.run(self._run(live, source, target))
 
     async def rebalance(self) -> None:
         """Move requests that wait with KV on the host to workers with room, until cancelled."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import structlog
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
-from rpc.tasks.shielded import retrieve
+from rpc.tasks import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
 from scheduler_svc.domain import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 from scheduler_svc.workers.roster import Roster

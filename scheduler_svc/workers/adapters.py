@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from contract.errors import FailedPreconditionError, NotFoundError, QuireError, UnavailableError
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.reports.load import has_live_with
 from scheduler_svc.core.request import Request
@@ -98,7 +98,7 @@ class Adapters:
         self._leaving: set[str] = set()
         self._unloaded: set[LoraAdapter] = set()
         self._lock = asyncio.Lock()
-        self._finishing = Finishing()
+        self._background = BackgroundTasks()
         self.offered: tuple[LoraAdapter, ...] = ()
         """The adapters that new requests may have, by name."""
 
@@ -120,7 +120,7 @@ class Adapters:
                 different ones.
             QuireError: A worker's error. Workers that did not have it before do not have it now.
         """
-        return await self._finishing.finish(self._load(name, directory))
+        return await self._background.run(self._load(name, directory))
 
     async def unload(self, name: str, digest: bytes = b"") -> None:
         """Stop offering an adapter; when no request has it, have every worker unload it.
@@ -139,7 +139,7 @@ class Adapters:
         self._check_stays(name)
         self._leaving.add(name)
         self._publish()
-        await self._finishing.finish(self._unload(adapter))
+        await self._background.run(self._unload(adapter))
 
     async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
         """Let a worker that is being attached and the attached ones hold the same adapters.
@@ -172,7 +172,7 @@ class Adapters:
 
     def stop(self) -> None:
         """Cancel calls in progress; the sessions end."""
-        self._finishing.stop()
+        self._background.stop()
 
     async def _load(self, name: str, directory: str) -> LoadedAdapter:
         async with self._lock:

@@ -8,9 +8,8 @@ import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
-from rpc.health.state import Health
-from rpc.peers.discovery import Discovery
-from rpc.peers.members import keep_members
+from rpc.health import Health
+from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (

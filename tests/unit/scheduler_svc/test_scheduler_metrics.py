@@ -8,7 +8,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_requests import make_request
 
-from rpc.health.state import Health
+from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
