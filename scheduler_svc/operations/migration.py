@@ -1,8 +1,8 @@
-"""Moves live requests with their KV between workers: when told to, and when one has room.
+"""Moves live requests with their KV between workers: for an operator, for balance, for a drain.
 
-A request is always live at exactly one core: it leaves the one and comes to the other without
-anything in between, when its KV is there. Whatever fails before that, it goes on where it was; and
-if that worker is lost, elsewhere, as every request of a lost worker does.
+A request is always live at exactly one core: once its KV has been copied, it leaves one core and
+joins the other in a single turn of the event loop. If anything fails before that, it continues
+where it was; and if that worker is lost, elsewhere, like every request of a lost worker.
 """
 
 import asyncio
@@ -27,15 +27,18 @@ from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
 from scheduler_svc.core.plan import StepId
-from scheduler_svc.workers.core_waits import Condition
 from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.roster import Roster
-from scheduler_svc.workers.session import Session
+from scheduler_svc.workers.session import Condition, Session
 
 _REBALANCE_S: Final = 0.25
-"""How often it is looked whether a worker has room for what waits at another."""
+"""How often it is checked whether a worker has room for a request that waits at another."""
 _PAUSE_S: Final = 5.0
-"""How long nothing is moved by itself after that has failed."""
+"""How long rebalancing pauses after a failed move."""
+_MAX_MOVES: Final = 4
+"""Concurrent moves from a draining worker; each is a copy over the network, with room in two host
+tiers."""
 
 log = structlog.get_logger()
 
@@ -48,13 +51,13 @@ class Migration:
     num_seqs: int
     """Sequences that arrived; the others ended on the way."""
     num_blocks: int
-    """Blocks whose contents were moved."""
+    """Blocks whose contents were copied."""
     was_there: bool = False
-    """Whether there was nothing to do."""
+    """Whether it was at the target already."""
 
 
 class Migrator:
-    """Takes requests from one session to another."""
+    """Moves requests from one session to another."""
 
     def __init__(self, roster: Roster, migrations: Counter) -> None:
         """`migrations` counts by source, target and end."""
@@ -63,7 +66,7 @@ class Migrator:
         self._moves = BackgroundTasks()
 
     async def migrate(self, request_id: str, worker: str) -> Migration:
-        """Move a live request; if the caller goes away meanwhile, it is moved nevertheless.
+        """Move a live request to a worker. Continues if the caller is cancelled.
 
         Raises:
             NotFoundError: There is no such request, or no such worker.
@@ -90,21 +93,21 @@ class Migrator:
         return await self.move(live, source, target)
 
     async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request of `source`; else as `migrate`."""
+        """Move a live request of `source`; otherwise like `migrate`."""
         return await self._moves.run(self._run(live, source, target))
 
     async def rebalance(self) -> None:
-        """Move what waits with its KV on the host to workers with room, until cancelled."""
+        """Move requests that wait with KV on the host to workers with room, until cancelled."""
         while True:
             await asyncio.sleep(_REBALANCE_S)
             if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
                 try:
                     await self.move(*choice)
-                except QuireError:  # it is in the log
+                except QuireError:  # logged
                     await asyncio.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        """Give up what is under way; the sessions end."""
+        """Cancel moves in progress; the sessions end."""
         self._moves.stop()
 
     # --- one move -------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ class Migrator:
         return moved
 
     async def _move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
-        giving, taking = _session(source), _session(target)
+        giving, taking = source.attached_session(), target.attached_session()
         _check_exchange(giving, taking)
         with _refusals(live):
             export = giving.call(lambda core: core.begin_export(live.source, live.first_seq_key))
@@ -133,28 +136,29 @@ class Migrator:
         try:
             with _refusals(live):
                 room = taking.call(lambda core: core.begin_import(export.moved))
-            await giving.until(_has_answered(export.ready_step))
-            await taking.until(_has_answered(room.ready_step))
+            await giving.wait_until(_has_answered(export.ready_step))
+            await taking.wait_until(_has_answered(room.ready_step))
             sources, targets = export.moved.host_block_ids, room.host_block_ids
             if sources:
-                await taking.pull_kv(source.target, giving.info.instance_id, sources, targets)
+                instance_id = giving.info.instance_id
+                await taking.link.pull_kv(source.target, instance_id, sources, targets)
             giving.check_alive()
             taking.check_alive()
         except QuireError:
             _go_back(giving, export, taking, room)
             raise
-        # No await from here on: what one core lets go, the other has.
-        num_losses = giving.take_losses(export.moved.request)
+        # No await from here on: the request leaves one core and joins the other.
+        num_crashes = giving.crashes.take(export.moved.request)
         indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
         taking.call(lambda core: core.end_import(room.import_id, indices))
         if indices:
-            taking.note_losses(export.moved.request, num_losses)
+            taking.crashes.set(export.moved.request, num_crashes)
         return Migration(source.target, len(indices), len(sources))
 
     def _count(self, source: Engine, target: Engine, end: str) -> None:
         self._migrations.labels(source.target, target.target, end).inc()
 
-    # --- what to move ---------------------------------------------------------------------------
+    # --- balance --------------------------------------------------------------------------------
 
     def _find_imbalance(self) -> tuple[LiveRequest, Engine, Engine] | None:
         """Find a request that waits with its KV on the host, and a worker with room for it."""
@@ -181,12 +185,83 @@ class Migrator:
         return None
 
 
+class Drainer:
+    """Empties workers that are about to end or to give up their model.
+
+    Requests are moved with their KV. Those that cannot be (a worker has no host memory for KV, or
+    too little) stay until the others are gone, and then continue elsewhere as after a loss: their
+    tokens are computed again.
+    """
+
+    def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
+        self._fleet = fleet
+        self._migrator = migrator
+
+    async def run(self) -> None:
+        """Empty and release each worker that announces its end, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                engine = await self._fleet.next_draining()
+                if engine.session is not None:
+                    tasks.create_task(self._empty(engine, engine.session))
+
+    async def _empty(self, engine: Engine, session: Session) -> None:
+        with contextlib.suppress(UnavailableError):  # the worker did not wait
+            await self.move_away(engine, session)
+            await session.let_go()
+            log.info("worker is let go", worker=engine.target)
+
+    async def move_away(self, engine: Engine, session: Session) -> None:
+        """Move all requests that can be moved away from a worker that gets no new ones.
+
+        Raises:
+            UnavailableError: The worker is lost.
+        """
+        started = time.perf_counter()
+        lives = session.call(lambda core: core.moves.find_requests())
+        room = asyncio.Semaphore(_MAX_MOVES)
+        are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
+        log.info(
+            "a worker is emptied",
+            worker=engine.target,
+            num_requests=len(lives),
+            num_moved=sum(are_moved),
+            seconds=round(time.perf_counter() - started, 3),
+        )
+
+    async def _move(self, live: LiveRequest, source: Engine, room: asyncio.Semaphore) -> bool:
+        async with room:
+            target = self._find_target(source)
+            if target is None:
+                return False
+            try:
+                await self._migrator.move(live, source, target)
+            except QuireError:  # logged
+                return False
+            return True
+
+    def _find_target(self, source: Engine) -> Engine | None:
+        """Find the worker with the most room among those that can take this one's KV."""
+        if source.session is None or not _keeps_kv(source.session):
+            return None
+        loads = [
+            (session.load(), engine)
+            for engine in self._fleet.roster.engines
+            if (session := engine.session) is not None
+            and _keeps_kv(session)
+            and not session.is_draining
+        ]
+        if not loads:
+            return None
+        return max(loads, key=lambda each: _num_free_blocks(each[0]))[1]
+
+
 def _num_free_blocks(load: SchedulerLoad) -> int:
     return load.num_free_blocks + load.num_cached_blocks
 
 
 def _has_room(load: SchedulerLoad, live: LiveRequest) -> bool:
-    """Whether a request can run at once and to its end, and each that runs has a block to grow."""
+    """Whether a request can run at once and to its end, with a spare block per running sequence."""
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
         load.num_running + live.num_seqs <= load.max_num_seqs
@@ -199,14 +274,8 @@ def _has_answered(step: StepId) -> Condition:
     return lambda core: core.steps.last_answered >= step
 
 
-def _session(engine: Engine) -> Session:
-    if engine.session is None:
-        raise UnavailableError(f"worker {engine.target} is not attached: {engine.loss}")
-    return engine.session
-
-
 def _check_exchange(giving: Session, taking: Session) -> None:
-    """Check what a core does not know of its worker."""
+    """Check what the cores do not know about their workers."""
     if taking.is_draining:
         raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
     for session, verb in ((giving, "give"), (taking, "take")):
@@ -231,10 +300,14 @@ def _refusals(live: LiveRequest) -> Iterator[None]:
 
 
 def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
-    """Let a request go on where it was; a worker that is lost is somebody else's business."""
+    """Let a request continue where it was. Lost workers are handled elsewhere."""
     with contextlib.suppress(UnavailableError):
         giving.call(lambda core: core.end_export(export.export_id, leaves=False))
     if room is not None:
         import_id = room.import_id
         with contextlib.suppress(UnavailableError):
             taking.call(lambda core: core.end_import(import_id, ()))
+
+
+def _keeps_kv(session: Session) -> bool:
+    return session.info.takes_kv and session.info.num_host_blocks > 0

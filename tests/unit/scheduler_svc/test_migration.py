@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.operations.migrator import Migrator
+from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.workers.crash_counter import CrashCounter
+from scheduler_svc.workers.engine import Engine
 from tests.property.oracle import Oracle, expected_output
 from tests.property.worker import FakeWorker
 
@@ -59,7 +62,8 @@ class FakeSession:
         self.pull_error = None
         self.is_lost = False
         self.is_draining = False
-        self.losses = {}
+        self.crashes = CrashCounter()
+        self.link = self  # pulls, too
 
     def submit(self, key, prompt, max_tokens=20, n=1):
         prompt = np.array(prompt, np.int32)
@@ -86,7 +90,7 @@ class FakeSession:
         if self.is_lost:
             raise UnavailableError("lost")
 
-    async def until(self, condition):
+    async def wait_until(self, condition):
         self.check_alive()
         while not condition(self.core):
             self.step()
@@ -101,21 +105,20 @@ class FakeSession:
         held = source.worker.host
         self.worker.host.update({t: held[s] for s, t in zip(sources, targets, strict=True)})
 
-    def take_losses(self, request):
-        return self.losses.pop(request.request_id, 0)
 
-    def note_losses(self, request, num_losses):
-        self.losses[request.request_id] = num_losses
+@dataclass(eq=False)
+class FakeEngine:
+    target: str
+    session: FakeSession | None
+    loss = "not there"
+    attached_session = Engine.attached_session
 
 
 class FakeRoster:
     """Engines "a", "b" and, if a test wants it, more."""
 
     def __init__(self, **sessions):
-        self.engines = tuple(
-            SimpleNamespace(target=target, session=session, loss="not there")
-            for target, session in sessions.items()
-        )
+        self.engines = tuple(FakeEngine(target, session) for target, session in sessions.items())
         self.oracle = Oracle()
         for session in sessions.values():
             if session is not None:
@@ -173,12 +176,13 @@ def finish(*sessions):
 
 
 async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, migrations):
-    a.losses["r0"] = 2
+    (request,) = a.core.drain()
+    a.crashes.set(request, 2)
     moved = await migrator.migrate("r0", "b")
     assert (moved.from_worker, moved.num_seqs, moved.num_blocks) == ("a", 1, 3)
     assert not list(a.core.live)
     assert len(list(b.core.live)) == 1
-    assert b.losses == {"r0": 2}
+    assert b.crashes.take(request) == 2
     assert migrations.labels("a", "b", "arrived")._value.get() == 1
     finish(a, b)
     assert b.core.load().num_recomputed_tokens == 0

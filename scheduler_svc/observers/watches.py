@@ -1,4 +1,4 @@
-"""Tells of a worker's block space: log lines, and answers to who asked for defragmentation."""
+"""Logs when a worker runs short of memory or of connected block space, and when it recovers."""
 
 from asyncio import Future
 from collections.abc import Iterable
@@ -8,12 +8,30 @@ import structlog
 from contract.errors import QuireError
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import FragmentationLevel
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.pressure import MemoryLevel
 
 log = structlog.get_logger()
 
 
+def log_memory_level(
+    worker: str, level: MemoryLevel, before: MemoryLevel, load: SchedulerLoad
+) -> None:
+    """Log a change of how short a worker's memory is; `load` is from after it."""
+    is_ok = level is MemoryLevel.OK
+    write = log.info if is_ok else log.warning
+    write(
+        "a worker's memory is enough again" if is_ok else "a worker's memory is short",
+        worker=worker,
+        level=level.name,
+        before=before.name,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+    )
+
+
 class SpaceWatch:
-    """Hears what one core's defragmenter reports."""
+    """Receives one core's defragmentation reports; logs them, and answers operators who wait."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -21,11 +39,11 @@ class SpaceWatch:
         self._waiting: list[Future[DefragmentationReport]] = []
 
     def answer_next(self, done: Future[DefragmentationReport]) -> None:
-        """Set `done` when the next pass ends."""
+        """Set `done` when the next pass of defragmentation ends."""
         self._waiting.append(done)
 
-    def hear(self, reports: Iterable[DefragmentationReport]) -> None:
-        """Say what is worth saying."""
+    def on_reports(self, reports: Iterable[DefragmentationReport]) -> None:
+        """Log passes that have ended, and fragmentation that has become high."""
         for report in reports:
             if report.has_moved:
                 log.info(
@@ -48,11 +66,11 @@ class SpaceWatch:
                     longest_free_run=report.after.longest_free_run,
                 )
 
-    def end(self, error: QuireError) -> None:
-        """Fail who still waits."""
+    def on_lost(self, error: QuireError) -> None:
+        """Fail the calls that still wait for a pass."""
         for done in self._take_waiting():
             done.set_exception(error)
 
     def _take_waiting(self) -> list[Future[DefragmentationReport]]:
         waiting, self._waiting = self._waiting, []
-        return [done for done in waiting if not done.done()]  # else who asked has gone
+        return [done for done in waiting if not done.done()]  # the others were cancelled

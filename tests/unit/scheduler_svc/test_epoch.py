@@ -10,7 +10,7 @@ import pytest
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.discovery import Discovery
-from scheduler_svc.workers.epoch import next_epoch, wait_for_vacancy
+from scheduler_svc.workers.attach import next_epoch, wait_for_vacancy
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):

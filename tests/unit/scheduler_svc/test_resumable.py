@@ -7,10 +7,10 @@ from contract.errors import AlreadyExistsError, InvalidArgumentError, NotFoundEr
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
 from scheduler_svc.core.request import Request
+from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.fan_out import RouterStreams
-from scheduler_svc.routers.resumption import KeptRequests
+from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.wire.router import renamed_part
-from scheduler_svc.workers.request_ends import live_seq_keys
 
 GRACE_S = 10.0
 MIB = 1 << 20
@@ -20,7 +20,7 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 @pytest.fixture
 def streams():
-    return RouterStreams(MIB, KeptRequests(grace_s=GRACE_S, max_bytes=MIB))
+    return RouterStreams(MIB, ResumableRequests(grace_s=GRACE_S, max_bytes=MIB))
 
 
 def submit(streams, stream, request_id="r", *, key=0, n=1, tenant="", deadline=None, **fields):
@@ -45,7 +45,7 @@ def submit(streams, stream, request_id="r", *, key=0, n=1, tenant="", deadline=N
         **fields,
     )
     stream.claim(live_seq_keys(request))
-    return request, streams.kept.keep(request, message, stream)
+    return request, streams.resumables.add(request, message, stream)
 
 
 def output(keys=(), tokens=(), *, ended=(), **fields):
@@ -59,7 +59,7 @@ def output(keys=(), tokens=(), *, ended=(), **fields):
 
 def resume(streams, stream, key, request_id="r", *, tenant="", now=0.0):
     message = scheduler_pb2.Resume(request_id=request_id, tenant=tenant, first_seq_key=key)
-    streams.kept.resume(message, stream, now)
+    streams.resumables.resume(message, stream, now)
 
 
 async def next_resumed(stream):
@@ -84,7 +84,7 @@ async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_st
     for step in range(num_steps):
         streams.deliver({first.source: output([6, 5, 99], [step, 1000 + step, 7])})
     streams.close(first)
-    assert streams.kept.leave_all(first, 0.0) == frozenset()
+    assert streams.resumables.leave_all(first, 0.0) == frozenset()
     streams.deliver({first.source: output([6], [num_steps])})
     second = streams.open("b")
     resume(streams, second, 40)
@@ -164,7 +164,7 @@ async def test_the_one_before_is_told_and_can_use_its_keys_again(streams):
     first.claim([5, 6])
     with pytest.raises(InvalidArgumentError, match="sequence 41 is live"):
         second.claim([41])
-    assert streams.kept.by_source(second, [41, 7]) == {first.source: [6], second.source: [7]}
+    assert streams.resumables.by_source(second, [41, 7]) == {first.source: [6], second.source: [7]}
 
 
 async def test_a_request_moves_on_from_stream_to_stream(streams):
@@ -173,7 +173,7 @@ async def test_a_request_moves_on_from_stream_to_stream(streams):
     resume(streams, routers[1], 40)
     streams.deliver({routers[0].source: output([0], [1])})
     streams.close(routers[1])
-    streams.kept.leave_all(routers[1], 0.0)
+    streams.resumables.leave_all(routers[1], 0.0)
     streams.deliver({routers[0].source: output([0], [2])})
     resume(streams, routers[2], 70)
     assert tokens_by_key((await next_resumed(routers[2])).so_far) == {70: [1, 2]}
@@ -194,13 +194,13 @@ def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, "left", key=0)
     submit(streams, stream, "stays", key=1)
-    assert streams.kept.leave(stream, 0, now=1.0)
-    assert list(streams.kept.give_up(GRACE_S + 0.9)) == []
-    assert list(streams.kept.give_up(GRACE_S + 1)) == [(stream.source, [0])]
+    assert streams.resumables.leave(stream, 0, now=1.0)
+    assert list(streams.resumables.give_up(GRACE_S + 0.9)) == []
+    assert list(streams.resumables.give_up(GRACE_S + 1)) == [(stream.source, [0])]
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "left")
-    assert list(streams.kept.give_up(1e9)) == []
-    assert len(streams.kept) == 1
+    assert list(streams.resumables.give_up(1e9)) == []
+    assert len(streams.resumables) == 1
 
 
 def test_what_has_ended_is_kept_for_the_grace_period(streams):
@@ -208,19 +208,19 @@ def test_what_has_ended_is_kept_for_the_grace_period(streams):
     submit(streams, stream, n=2)
     streams.deliver({stream.source: output(ended=[0])})
     streams.deliver({stream.source: output([1], [4], ended=[1])})
-    assert list(streams.kept.give_up(5.0)) == []
-    assert list(streams.kept.give_up(5.0 + GRACE_S - 0.1)) == []
+    assert list(streams.resumables.give_up(5.0)) == []
+    assert list(streams.resumables.give_up(5.0 + GRACE_S - 0.1)) == []
     resume(streams, streams.open("b"), 40, now=14.0)
-    assert list(streams.kept.give_up(14.0 + GRACE_S)) == []
-    assert len(streams.kept) == 0
+    assert list(streams.resumables.give_up(14.0 + GRACE_S)) == []
+    assert len(streams.resumables) == 0
 
 
 def test_who_nobody_reads_ends_at_its_deadline(streams):
     stream = streams.open("a")
     submit(streams, stream, deadline=3.0)
-    assert list(streams.kept.give_up(3.0)) == [], "its router sees to that"
-    streams.kept.leave(stream, 0, now=3.0)
-    assert list(streams.kept.give_up(3.1)) == [(stream.source, [0])]
+    assert list(streams.resumables.give_up(3.0)) == [], "its router sees to that"
+    streams.resumables.leave(stream, 0, now=3.0)
+    assert list(streams.resumables.give_up(3.1)) == [(stream.source, [0])]
 
 
 def test_a_stream_that_ends_takes_along_what_is_not_kept(streams):
@@ -228,10 +228,10 @@ def test_a_stream_that_ends_takes_along_what_is_not_kept(streams):
     submit(streams, stream, key=0)
     stream.claim([7, 8])
     streams.close(stream)
-    assert streams.kept.leave_all(stream, 0.0) == {7, 8}
+    assert streams.resumables.leave_all(stream, 0.0) == {7, 8}
     plain = streams.open("b")
     plain.claim([1])
-    assert streams.kept.leave_all(plain, 0.0) is None
+    assert streams.resumables.leave_all(plain, 0.0) is None
 
 
 def test_a_router_that_comes_back_takes_the_place_of_what_still_runs(streams):
@@ -241,10 +241,10 @@ def test_a_router_that_comes_back_takes_the_place_of_what_still_runs(streams):
     after = streams.open("a")
     _, stale = submit(streams, after, key=3, n=2)
     assert stale == (before.source, [4])
-    assert streams.kept.leave_all(before, 0.0) is None
+    assert streams.resumables.leave_all(before, 0.0) is None
     with pytest.raises(AlreadyExistsError, match="another router"):
         submit(streams, streams.open("b"), key=0)
-    streams.kept.leave(after, 3, 0.0)
+    streams.resumables.leave(after, 3, 0.0)
     _, stale = submit(streams, streams.open("b"), key=0)
     assert stale == (after.source, [3, 4])
 
@@ -256,23 +256,25 @@ async def test_a_refusal_reaches_who_has_resumed_the_request(streams):
     await next_resumed(second)
     streams.refuse(request, TooBusyError("the queue is full"))
     assert (await second.next_message()).refused.first_seq_key == 40
-    assert len(streams.kept) == 0
+    assert len(streams.resumables) == 0
 
 
 def test_memory_is_bounded_and_the_oldest_that_has_ended_goes_first():
-    streams = RouterStreams(MIB, KeptRequests(grace_s=GRACE_S, max_bytes=10_000))
+    streams = RouterStreams(MIB, ResumableRequests(grace_s=GRACE_S, max_bytes=10_000))
     stream = streams.open("a")
     for key in range(4):
         submit(streams, stream, f"r{key}", key=key)
-    streams.kept.leave(stream, 0, now=0.0)
+    streams.resumables.leave(stream, 0, now=0.0)
     streams.deliver({stream.source: output([0, 1, 2, 3] * 800, [0] * 3200, ended=[2])})
-    assert list(streams.kept.give_up(1.0)) == [], "the one that has ended is enough"
+    assert list(streams.resumables.give_up(1.0)) == [], "the one that has ended is enough"
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "r2")
     streams.deliver({stream.source: output([1, 3] * 400, [0] * 800)})
-    assert list(streams.kept.give_up(1.0)) == [(stream.source, [0])], "then one without reader"
+    assert list(streams.resumables.give_up(1.0)) == [(stream.source, [0])], (
+        "then one without reader"
+    )
     streams.deliver({stream.source: output([1, 3] * 800, [0] * 1600)})
-    assert list(streams.kept.give_up(1.0)) == [], "who is read is not given up"
+    assert list(streams.resumables.give_up(1.0)) == [], "who is read is not given up"
     with pytest.raises(TooBusyError, match="the limit is 10000"):
         submit(streams, stream, "more", key=9)
 
@@ -281,8 +283,8 @@ def test_without_a_grace_period_nothing_is_kept():
     streams = RouterStreams(MIB)
     stream = streams.open("a")
     assert submit(streams, stream)[1] is None
-    assert not streams.kept.leave(stream, 0, now=0.0)
-    assert streams.kept.leave_all(stream, 0.0) is None
+    assert not streams.resumables.leave(stream, 0, now=0.0)
+    assert streams.resumables.leave_all(stream, 0.0) is None
 
 
 def test_a_part_of_the_news_names_what_it_is_asked_for():

@@ -1,58 +1,28 @@
-"""Has workers' KV pools grow and shrink, one size after the other at each.
+"""Resizes workers' KV pools, one resize at a time at each worker.
 
-To grow, the worker maps memory first; to shrink, the core first gets rid of the blocks that go.
-What the worker refuses leaves all as it was. A worker that is lost meanwhile says how many it has
-when it is attached again.
+To grow, the worker maps memory first; to shrink, the core first empties the blocks that will go.
+If the worker refuses, the pool keeps its size. A worker that is lost during a resize reports its
+size when it is attached again.
 """
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import structlog
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from rpc.tasks import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
+from scheduler_svc.domain import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class WantedBlocks:
-    """A size by the number of blocks."""
-
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class WantedBytes:
-    """As many blocks as fit."""
-
-    num_bytes: int
-
-
-WantedSize = WantedBlocks | WantedBytes
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeProgress:
-    """How far a pool is."""
-
-    num_blocks_before: int
-    num_blocks: int
-    """That it shall have."""
-    num_leaving_blocks: int
-    """Blocks that go and are still held."""
-    block_bytes: int
-    """Size of a block; 0: not known."""
-
-
 class OngoingResize:
-    """A pool on its way to another size; it gets there whether anybody waits or not."""
+    """The resize of one pool; it continues even if nothing waits for it."""
 
     def __init__(self, worker: str, session: Session, num_blocks: int) -> None:
         """Start it.
@@ -73,7 +43,7 @@ class OngoingResize:
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> ResizeProgress:
-        """Say how far it is."""
+        """Return how far it is."""
         num_leaving = 0 if self.task.done() else self._num_leaving()
         block_bytes = self._session.info.block_bytes
         return ResizeProgress(self._num_before, self._num_blocks, num_leaving, block_bytes)
@@ -82,20 +52,20 @@ class OngoingResize:
         return self._session.call(lambda core: core.resizing.num_leaving_blocks)
 
     async def _run(self) -> None:
-        told = {"worker": self._worker, "before": self._num_before, "num_blocks": self._num_blocks}
+        who = {"worker": self._worker, "before": self._num_before, "num_blocks": self._num_blocks}
         try:
             await self._resize()
         except QuireError as error:
-            log.warning("a pool could not be resized", **told, reason=str(error))
+            log.warning("a pool could not be resized", **who, reason=str(error))
             raise
-        log.info("a pool was resized", **told)
+        log.info("a pool was resized", **who)
 
     async def _resize(self) -> None:
         session, num_blocks = self._session, self._num_blocks
         if self._is_less:
-            await session.until(lambda core: core.resizing.is_shrunk)
+            await session.wait_until(lambda core: core.resizing.is_shrunk)
         try:
-            await session.resize_pool(num_blocks)
+            await session.link.resize_pool(num_blocks)
         except QuireError:
             session.call(lambda core: core.resize(self._num_before))
             raise
@@ -103,23 +73,23 @@ class OngoingResize:
 
 
 class Resizer:
-    """Begins to resize pools, at most one at a time at each worker."""
+    """Starts resizes, at most one at a time at each worker."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._resizes: dict[str, OngoingResize] = {}
 
     def begin(self, worker: str, size: WantedSize) -> OngoingResize:
-        """Begin to give a worker's pool another size.
+        """Start resizing a worker's pool.
 
         Args:
-            worker: Its target; empty: the only one.
-            size: That it shall have.
+            worker: Its target; empty: the only worker.
+            size: The new size.
 
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: It is not attached.
-            InvalidArgumentError: It is not said which worker, or nobody knows how many blocks fit.
+            InvalidArgumentError: The worker is not named, or its block size is not known.
             FailedPreconditionError: The pool cannot have that size, or is being resized.
         """
         worker, session = self._find(worker)
@@ -133,7 +103,7 @@ class Resizer:
         return resize
 
     def stop(self) -> None:
-        """Give up what is under way; the sessions end."""
+        """Cancel resizes in progress; the sessions end."""
         for resize in self._resizes.values():
             resize.task.cancel()
 

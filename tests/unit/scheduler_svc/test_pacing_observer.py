@@ -1,24 +1,18 @@
-"""What the steps of a worker tell those who ask, together."""
-
-from types import SimpleNamespace
-
-from prometheus_client import CollectorRegistry
+"""How the pacer and the rate meter learn from the same steps."""
 
 from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import Queues
-from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.observers.step_observer import StepObserver
+from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep
 from tests.unit.scheduler_svc.core.test_pacing import GPU, plan_of
 
 
 def observer_after(*steps):
     """Steps are (prompt tokens, decodes, seconds)."""
-    metrics = SchedulerMetrics(CollectorRegistry()).of("w")
-    observer = StepObserver(metrics, GPU, Pace(max_prompt_step_s=2.0))
+    observer = PacingObserver(GPU, Pace(max_prompt_step_s=2.0))
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        observer.sent(plan_of(num_prompt_tokens, num_decodes), Queues(1, 0, 0), 0.0)
-        result = SimpleNamespace(execute_s=execute_s)
-        observer.answered(SimpleNamespace(result=result, rpc_s=execute_s), 0.0)
+        plan = plan_of(num_prompt_tokens, num_decodes)
+        observer.on_sent(SentStep(plan, 0, Queues(1, 0, 0), 0.0))
+        observer.on_answered(AnsweredStep(0, execute_s, execute_s, 0.0, 0.0))
     return observer
 
 

@@ -1,4 +1,4 @@
-"""The gRPC face: a router's stream in, commands to the fleet; what the engines say, out."""
+"""The gRPC service: routers' streams, and operators' calls about requests, blocks and pools."""
 
 import asyncio
 import time
@@ -13,11 +13,10 @@ from contract.heartbeat import BEAT_S
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from scheduler_svc.core.reports.describe import describe
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.operations.migrator import Migrator
-from scheduler_svc.operations.resizer import Resizer
-from scheduler_svc.routers.fan_out import RouterStreams
-from scheduler_svc.routers.queue_room import QueueRoom
+from scheduler_svc.domain import ModelInfo, live_seq_keys
+from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.operations.resizing import Resizer
+from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.activity import (
     activity_query_from_proto,
@@ -31,12 +30,11 @@ from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
 from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 from scheduler_svc.workers.fleet import Fleet
-from scheduler_svc.workers.request_ends import live_seq_keys
 
 _PROGRESS_S = 0.25
-"""How often it is told how far a pool is that is being resized."""
+"""How often the progress of a resize is reported."""
 _GIVE_UP_S = 0.5
-"""How often requests are looked for that are to be given up."""
+"""How often resumable requests are checked for ones to give up."""
 
 log = structlog.get_logger()
 
@@ -55,33 +53,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         self._fleet = fleet
         self._streams = streams
-        self._kept = streams.kept
+        self._resumables = streams.resumables
         self._migrator = migrator
         self._queue_room = queue_room
         self._resizer = resizer
         self._epoch = epoch
 
-    async def give_up_kept(self) -> None:
-        """End the requests that nobody has resumed in time, until cancelled."""
+    async def give_up_unresumed(self) -> None:
+        """End the resumable requests that were not resumed in time, until cancelled."""
         while True:
             await asyncio.sleep(_GIVE_UP_S)
-            for source, seq_keys in self._kept.give_up(time.monotonic()):
+            for source, seq_keys in self._resumables.give_up(time.monotonic()):
                 self._fleet.cancel(source, seq_keys)
 
-    async def beat(self) -> None:
-        """Let each router hear, until cancelled, that this process does not hang.
-
-        And what requests it takes, if that is not as before.
-        """
+    async def send_heartbeats(self) -> None:
+        """Send heartbeats to all routers, and changes of what requests may be, until cancelled."""
         while True:
             await asyncio.sleep(BEAT_S)
             if (model := self._fleet.model_now()) is not None:
-                self._streams.tell_max_model_len(model.max_model_len)
-            self._streams.tell_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
-            self._streams.beat()
+                self._streams.publish_max_model_len(model.max_model_len)
+            self._streams.publish_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
+            self._streams.send_heartbeats()
 
-    # Writing rather than yielding: a generator that is left at a `yield` when the router goes is
-    # closed whenever its garbage is collected, and its sequences would run on until then.
+    # It writes rather than yields: when the router goes, a generator left at a `yield` is closed
+    # only when it is garbage-collected, and its sequences would run on until then.
     async def Connect(  # noqa: N802
         self,
         requests: AsyncIterator[scheduler_pb2.ConnectRequest],
@@ -94,14 +89,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:
-            await context.write(welcome_to_proto(self._epoch, model, self._kept.grace_s))
+            await context.write(welcome_to_proto(self._epoch, model, self._resumables.grace_s))
             while (message := await stream.next_message()) is not None:
                 await context.write(message)
         finally:
             reader.cancel()
             self._streams.close(stream)
             self._drop(stream)
-            self._fleet.router_left()
+            self._fleet.on_router_left()
             log.info("router disconnected", router_id=router_id, source=stream.source)
 
     async def GetSchedulerLoad(  # noqa: N802
@@ -109,7 +104,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.GetSchedulerLoadRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.GetSchedulerLoadResponse:
-        """Add up the workers' loads."""
+        """Sum the workers' loads."""
         roster = self._fleet.roster
         loads = [load for load in roster.loads().values() if load is not None]
         return scheduler_pb2.GetSchedulerLoadResponse(
@@ -126,7 +121,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.DefragmentRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DefragmentResponse:
-        """Have it done at every worker."""
+        """Move the held blocks together at every worker."""
         return defragmentation_to_proto(await self._fleet.defragment())
 
     async def DescribeSchedulerKv(  # noqa: N802
@@ -134,7 +129,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.DescribeSchedulerKvRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DescribeSchedulerKvResponse:
-        """Say who holds which blocks, worker by worker."""
+        """Describe which sequences hold which blocks, worker by worker."""
         query = query_from_proto(request.query)
         sessions = self._fleet.roster.attached(request.query.worker)
         return scheduler_pb2.DescribeSchedulerKvResponse(
@@ -149,13 +144,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.DescribeSchedulerActivityRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DescribeSchedulerActivityResponse:
-        """Say what each worker is doing."""
+        """Describe what each worker is doing."""
         query = activity_query_from_proto(request.query)
         roster, wanted = self._fleet.roster, request.query.worker
         unloaded = roster.unloaded(wanted)
         sessions = roster.attached(wanted) if not (wanted and unloaded) else {}
         told = [
-            activity_to_proto(worker, it.steps.log, it.load(), it.space(), query)
+            activity_to_proto(worker, it.step_log, it.load(), it.space(), query)
             for worker, it in sessions.items()
         ]
         return scheduler_pb2.DescribeSchedulerActivityResponse(
@@ -184,7 +179,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.ResizeKvRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
-        """Give a worker's KV pool another size, and tell how far that is."""
+        """Resize a worker's KV pool, and stream the progress."""
         resize = self._resizer.begin(request.worker, size_from_proto(request))
         while not resize.task.done():
             await context.write(progress_to_proto(resize.progress(), is_done=False))
@@ -198,13 +193,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         stream: RouterStream,
         model: ModelInfo,
     ) -> None:
-        """Hand on what the router wants, until it says no more; that ends its stream."""
+        """Obey the router's messages until they end; then its stream ends."""
         try:
             async for message in requests:
-                if stream.has_ended:  # it may be about another model than is served now
+                if stream.has_ended:  # later messages may be about a former model
                     return
                 self._obey(message, stream, model)
-        except Exception as error:  # noqa: BLE001 - the handler raises it: it is logged there
+        except Exception as error:  # noqa: BLE001 - the handler raises it, where it is logged
             stream.end(error)
         finally:
             stream.end()
@@ -222,7 +217,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case "leave":
                 if not message.leave.seq_keys:
                     raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")
-                if not self._kept.leave(stream, message.leave.seq_keys[0], time.monotonic()):
+                if not self._resumables.leave(stream, message.leave.seq_keys[0], time.monotonic()):
                     self._cancel(message.leave.seq_keys, stream)
             case "hello":
                 raise InvalidArgumentError("hello", "came twice; it must come once")
@@ -234,7 +229,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         if message.sampling.HasField("adapter"):
             adapters = self._fleet.adapters
-            # One that was taken on before may go on with one that is leaving.
+            # A request that was accepted before may continue with a leaving adapter.
             known = adapters.held if message.is_again else adapters.offered
             model = replace(model, adapters=known)
         try:
@@ -245,28 +240,28 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             return
         try:
             if message.HasField("resume_record"):
-                stale = self._kept.keep(request, message, stream)
+                stale = self._resumables.add(request, message, stream)
                 if stale is not None:
                     self._fleet.cancel(*stale)
             self._fleet.submit(request)
         except QuireError as error:
             self._streams.refuse(request, error)
             if isinstance(error, TooBusyError):
-                self._queue_room.note_refusal()
+                self._queue_room.on_refusal()
 
     def _cancel(self, seq_keys: Iterable[int], stream: RouterStream) -> None:
-        for source, keys in self._kept.by_source(stream, seq_keys).items():
+        for source, keys in self._resumables.by_source(stream, seq_keys).items():
             self._fleet.cancel(source, keys)
 
     def _resume(self, message: scheduler_pb2.Resume, stream: RouterStream) -> None:
         try:
-            self._kept.resume(message, stream, time.monotonic())
+            self._resumables.resume(message, stream, time.monotonic())
         except QuireError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))
 
     def _drop(self, stream: RouterStream) -> None:
-        """End what was submitted on a stream that has ended, but for what may be resumed."""
-        seq_keys = self._kept.leave_all(stream, time.monotonic())
+        """Cancel what was submitted on a stream that has ended, except resumable requests."""
+        seq_keys = self._resumables.leave_all(stream, time.monotonic())
         if seq_keys is None:
             self._fleet.drop_source(stream.source)
         elif seq_keys:
@@ -274,7 +269,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def scheduler_service(servicer: SchedulerServicer) -> Service:
-    """Make the entry for `rpc.server.serve`."""
+    """Return the entry for `rpc.server.serve`."""
     return service_of(scheduler_pb2, scheduler_pb2_grpc, "SchedulerService", servicer)
 
 
