@@ -1,7 +1,7 @@
-"""Measures what the scheduler weighs swapping against recomputing by.
+"""Measures swap bandwidth, disk bandwidth and prefill rate, for the swap-or-recompute decision.
 
-Measured once, at the start: the steps of a worker in use mix prompts with decodes, and the copies
-overlap with computation, so neither would say what a preemption costs.
+Measured once, at the start: later, steps mix prompts with decodes, and copies overlap with
+computation, so neither would show the cost of a preemption.
 """
 
 import time
@@ -21,11 +21,11 @@ from gpu_worker.step.executor import Executor
 _SWAP_BYTES = 64 * 1024**2
 _MAX_PREFILL_TOKENS = 512
 _NUM_ROUNDS = 2
-"""The first also pays for what is done once: pages, kernels to compile."""
+"""The first round also pays one-time costs: page faults, kernel compilation."""
 
 
 def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes per second between device and host, in the slower direction; contents are lost."""
+    """Bytes per second between device and host, in the slower direction. Contents are lost."""
     num_blocks = min(pool.num_blocks, host_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
     blocks = np.arange(num_blocks, dtype=np.int32)
@@ -44,12 +44,12 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
 
 def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes of KV per second from the disk itself, not from the system's memory.
+    """Bytes of KV per second read from the disk itself, not from the page cache.
 
-    Contents of host and device are lost.
+    Contents of host and device blocks are lost.
 
     Raises:
-        OSError: what was stored cannot be loaded.
+        OSError: What was stored cannot be loaded.
     """
     num_blocks = min(pool.num_blocks, host_pool.num_blocks, disk_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
@@ -72,7 +72,7 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
-    """Tokens per second of computing one prompt; all rows are free before and after."""
+    """Tokens per second of computing one prompt. All rows are free before and after."""
     room = min(limits.max_num_batched_tokens, limits.num_blocks * limits.block_size)
     length = min(room, limits.max_model_len - 1, _MAX_PREFILL_TOKENS)
     row = NewSequence(
@@ -101,9 +101,9 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
 
 
 def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
-    """uint8[num_blocks, block_bytes] in which a codec finds about what it finds in KV.
+    """uint8[num_blocks, block_bytes] that compress about as well as KV.
 
-    In zeros it would find far more, and in quantized KV it finds next to nothing.
+    Zeros would compress far better. Quantized KV hardly compresses at all.
     """
     num_bytes = num_blocks * pool.block_bytes
     if pool.layout.is_quantized:
@@ -114,7 +114,7 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
 
 
 def least_s(work: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
-    """How long the fastest of several rounds takes."""
+    """Seconds of the fastest of several rounds."""
     durations_s = []
     for _ in range(num_rounds):
         start_s = time.perf_counter()

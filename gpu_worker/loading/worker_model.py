@@ -1,4 +1,4 @@
-"""Loads the model and builds what executes its steps: the worker's parts that need torch."""
+"""Loads a worker's model and starts its step loop: the parts of the worker that need torch."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that is ready to serve. It holds the device until `steps` have stopped."""
+    """A model that is ready to serve. It holds device memory until `steps` have stopped."""
 
     info: WorkerInfo
     steps: StepLoop
@@ -49,12 +49,13 @@ def load(
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
 ) -> LoadedModel:
-    """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
+    """Load the model of `settings`; calls `report` with status and progress.
 
-    What `report` raises ends it. `leader` has the other ranks, if the model is on several devices.
+    An error raised by `report` ends the load. `leader` has the other ranks if the model is on
+    several devices.
 
     Raises:
-        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
     """
 
     def meet(place: Place, device: torch.device) -> Ranks | None:
@@ -78,7 +79,7 @@ def load(
 def _load_adapter(
     settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
 ) -> AdapterLoader:
-    """Give what loads adapters while the worker works, with errors for whoever asks for one."""
+    """The loader of LoRA adapters, with errors for the caller."""
     if (obstacle := settings.adapter_obstacle) is not None:
         return refuse_adapters(obstacle)
 
@@ -125,7 +126,7 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
 
 
 def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
-    """Say in metrics and log what is served."""
+    """Write metrics and log what is served."""
     limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: device_available_bytes(device))
@@ -158,10 +159,10 @@ def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None
 
 
 def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits]:
-    """Load the part of a rank other than 0, whose rank 0 has sent `welcome`.
+    """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
 
     Raises:
-        ModelError: as `load`.
+        ModelError: As `load`.
     """
     address = member.settings.master_addr
 
@@ -173,7 +174,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
 
 
 def refuse_adapters(obstacle: str) -> AdapterLoader:
-    """Give what stands for loading where there can be none."""
+    """A loader that refuses: the worker cannot have adapters."""
 
     def load(name: str, directory: Path) -> "Adapter":  # noqa: ARG001
         raise UnimplementedError(f"LoRA adapter {name!r}: the worker was started with {obstacle}")

@@ -27,7 +27,6 @@ from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.prompt_logprobs import PromptScores
 from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Drafter
@@ -36,6 +35,7 @@ from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
 from gpu_worker.step.cuda_graphs import GraphBackend
 from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.step.timing import BusyClock, head_start_s
@@ -104,7 +104,7 @@ class Executor:
         self._structured = structured
         self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
-        self._adapters = AdapterTable(adapters, self.rows)
+        self._adapters = AdapterTable(adapters, self.rows.adapters_in_use)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)

@@ -14,12 +14,12 @@ from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.parallel.shared_sampling import Sampling
-from gpu_worker.sampling.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.oom_split import TokenLimit, halves
+from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline

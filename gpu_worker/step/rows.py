@@ -210,6 +210,10 @@ class Rows:
             )
         return tuple(held)
 
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that rows have; 0 if a row has none."""
+        return set(self.adapter[self.is_used].tolist())
+
     def first_with_block_from(self, block: int) -> int | None:
         """The first row that uses block number `block` or a higher one; None if there is none."""
         is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]

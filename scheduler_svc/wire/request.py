@@ -10,7 +10,7 @@ from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.operations.adapter_salt import ADAPTERS_SALT, adapter_salt
+from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 
 _MAX_SEQ_KEY = 2**64 - 1

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from contract.step import Plan, StepId
-from scheduler_svc.core.tiers.rates import Rates
-from scheduler_svc.pacing.rate_meter import RateMeter
+from scheduler_svc.core.limits import Rates
+from scheduler_svc.observers.rate_meter import RateMeter
+
+NOTHING = np.array([], np.int32)
 
 
 def measure(*steps, max_prompt_tokens=None) -> Rates:
@@ -15,9 +17,9 @@ def measure(*steps, max_prompt_tokens=None) -> Rates:
         meter.sent(
             Plan(
                 StepId(1),
+                *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
                 num_decodes,
-                chunk_rows=np.array([0], np.int32),
-                chunk_lens=np.array([num_prompt_tokens], np.int32),
+                num_decodes + num_prompt_tokens,
             ),
             max_prompt_tokens,
         )

@@ -4,8 +4,7 @@ import numpy as np
 
 from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import News
-from scheduler_svc.core.handover.moves import Replica
+from scheduler_svc.core.events import StepEvents
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -13,7 +12,7 @@ from scheduler_svc.core.scheduler import Scheduler
 ROUTER = SourceId(0)
 
 
-def make_core(num_blocks: int = 16, **overrides) -> Replica:
+def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
     settings = {
         "block_size": 4,
         "max_num_seqs": 8,
@@ -21,7 +20,7 @@ def make_core(num_blocks: int = 16, **overrides) -> Replica:
         "max_model_len": 64,
         "watermark": 0.0,
     }
-    return Replica(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
 def submit(
@@ -51,7 +50,7 @@ def schedule(core: Scheduler, now: float = 0.0) -> Plan:
 
 def answer(
     core: Scheduler, plan: Plan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
-) -> News:
+) -> StepEvents:
     """Each of `rows` sampled token 7; `disk` has ends of disk moves, by the outcome's fields."""
     outcome = Result(
         plan.step_id,
@@ -59,7 +58,7 @@ def answer(
         np.full(len(rows), 7, np.int32),
         np.array(stopped, np.int32),
         np.array(failed, np.int32),
-        failed_swap_in_block_ids=np.array(failed_blocks, np.int32),
+        np.array(failed_blocks, np.int32),
         **{name: np.array([*blocks], np.int32) for name, blocks in disk.items()},
     )
     news = core.update(outcome)
