@@ -14,7 +14,8 @@ from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
@@ -24,7 +25,6 @@ from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
 from scheduler_svc.operations.services import adapter_service, loading_service
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.service import SchedulerServicer, scheduler_service
@@ -202,10 +202,10 @@ class _SideTasks:
 
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Successor]:
+) -> AbstractContextManager[Scheduler]:
     config = _configure_core(settings, info)
     return (
-        nullcontext(Successor(config)) if recordings is None else recordings.open_core(info, config)
+        nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
     )
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pacing import Pace, StepPacer
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import Queues
-from scheduler_svc.pacing.pacer import Pace, StepPacer
-from scheduler_svc.pacing.rate_meter import RateMeter
+from scheduler_svc.observers.rate_meter import RateMeter
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Migrator:
             (engine, live)
             for engine in self._roster.engines
             if engine.session is not None
-            for live in engine.session.call(lambda core: core.find_requests(request_id))
+            for live in engine.session.call(lambda core: core.moves.find_requests(request_id))
         ]
         if not found:
             raise NotFoundError(f"request {request_id!r} is not live at any worker")
@@ -177,7 +177,7 @@ class Migrator:
         for source, session, load in loads:
             if not load.num_swapped or not targets:
                 continue
-            if (live := session.call(lambda core: core.first_swapped())) is None:
+            if (live := session.call(lambda core: core.moves.first_swapped())) is None:
                 continue
             for target, room in sorted(targets, key=lambda each: -_num_free_blocks(each[1])):
                 if _has_room(room, live):
@@ -218,7 +218,7 @@ class Drainer:
             UnavailableError: The worker is lost.
         """
         started = time.perf_counter()
-        lives = session.call(lambda core: core.find_requests())
+        lives = session.call(lambda core: core.moves.find_requests())
         room = asyncio.Semaphore(_MAX_MOVES)
         are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
         log.info(
@@ -271,7 +271,7 @@ def _has_room(load: SchedulerLoad, live: LiveRequest) -> bool:
 
 
 def _has_answered(step: StepId) -> Condition:
-    return lambda core: core.last_answered >= step
+    return lambda core: core.steps.last_answered >= step
 
 
 def _check_exchange(giving: Session, taking: Session) -> None:

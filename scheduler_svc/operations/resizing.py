@@ -39,7 +39,7 @@ class OngoingResize:
             if self._is_less:
                 session.call(lambda core: core.shrink(num_blocks))
             else:
-                session.call(lambda core: core.check_resize(num_blocks))
+                session.call(lambda core: core.resizing.check(num_blocks))
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> ResizeProgress:
@@ -49,7 +49,7 @@ class OngoingResize:
         return ResizeProgress(self._num_before, self._num_blocks, num_leaving, block_bytes)
 
     def _num_leaving(self) -> int:
-        return self._session.call(lambda core: core.num_leaving_blocks)
+        return self._session.call(lambda core: core.resizing.num_leaving_blocks)
 
     async def _run(self) -> None:
         who = {"worker": self._worker, "before": self._num_before, "num_blocks": self._num_blocks}
@@ -63,7 +63,7 @@ class OngoingResize:
     async def _resize(self) -> None:
         session, num_blocks = self._session, self._num_blocks
         if self._is_less:
-            await session.wait_until(lambda core: core.is_shrunk)
+            await session.wait_until(lambda core: core.resizing.is_shrunk)
         try:
             await session.link.resize_pool(num_blocks)
         except QuireError:

@@ -63,7 +63,7 @@ class AdapterUse:
             return True
         salt = adapter_salt(adapter)
         return self._unplaced.has_with(salt) or any(
-            session.call(lambda core: bool(core.unclaimed) or has_live_with(core, salt))
+            session.call(lambda core: bool(core.takeover.unclaimed) or has_live_with(core, salt))
             for session in self._roster.sessions.values()
         )
 

@@ -10,7 +10,7 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     RequestRefusedError,
 )
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -21,8 +21,8 @@ from scheduler_svc.domain import (
     num_live_seqs,
 )
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.rate_meter import RateMeter
 from scheduler_svc.observers.watches import SpaceWatch
-from scheduler_svc.pacing.rate_meter import RateMeter
 from scheduler_svc.workers.request_events import RequestEvents
 
 
@@ -31,7 +31,7 @@ class PostedCommands:
 
     def __init__(
         self,
-        core: Successor,
+        core: Scheduler,
         meter: RateMeter,
         events: RequestEvents,
         space_watch: SpaceWatch,

@@ -9,7 +9,7 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import SubmitRequest, WorkerInfo
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session
@@ -23,10 +23,10 @@ log = structlog.get_logger()
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
 """Attaches the engine's worker; takes `wake` and `step_id_base` as `attach.attach` does."""
 
-MakeSession = Callable[[WorkerLink, Successor, asyncio.Event], Session]
+MakeSession = Callable[[WorkerLink, Scheduler, asyncio.Event], Session]
 """Creates a session; takes `wake` as `Session` does."""
 
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
 """Creates the core for a worker, which plans for it until the `with` ends."""
 
 
@@ -166,9 +166,9 @@ class Engine:
             self.is_settling = False
             self._changed.set()
 
-    async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
+    async def _work(self, link: WorkerLink, core: Scheduler, wake: asyncio.Event) -> bool:
         session = self._make_session(link, core, wake)
-        self._begin(session, link.info, len(core.unclaimed))
+        self._begin(session, link.info, len(core.takeover.unclaimed))
         drain = asyncio.create_task(self._await_drain(session))
         try:
             await session.work()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import QuireError
 from quire.v1 import worker_pb2
-from scheduler_svc.core.plan import Finished, News
+from scheduler_svc.core.plan import Finished, StepEvents
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
@@ -47,7 +47,7 @@ class RequestEvents:
         self._streams.deliver(finished_to_proto(finished))
         self._record_ends(finished)
 
-    def on_adopted(self, events: News) -> None:
+    def on_adopted(self, events: StepEvents) -> None:
         """A request has tokens that the worker sampled for an earlier scheduler."""
         self._streams.deliver(news_to_proto(0, events, held_logprobs_to_proto(events)))
         for admitted in events.admitted:
@@ -64,12 +64,12 @@ class RequestEvents:
         self._streams.deliver(prompt_logprobs_to_proto(step_id, scores, owner))
 
     def publish(
-        self, step_id: int, events: News, logprobs: Sequence[worker_pb2.SampledLogprob]
+        self, step_id: int, events: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
     ) -> None:
         """Send a step's events to routers."""
         self._streams.deliver(news_to_proto(step_id, events, logprobs))
 
-    def record(self, events: News, took_s: float) -> None:
+    def record(self, events: StepEvents, took_s: float) -> None:
         """Record a step's events, once published; applying the step took `took_s`."""
         for admitted in events.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)

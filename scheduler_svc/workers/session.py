@@ -17,7 +17,8 @@ from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.handover.takeover import REUNION_S, Successor
+from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.reports.load import (
     count_queued,
@@ -29,7 +30,7 @@ from scheduler_svc.core.reports.load import (
 )
 from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
+from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from scheduler_svc.domain import (
     Command,
     LoadedAdapter,
@@ -43,7 +44,6 @@ from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_log import StepLog
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
 from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.worker import with_candidates
 from scheduler_svc.workers.commands import PostedCommands
@@ -57,7 +57,7 @@ _TICK_S = 0.001
 
 _T = TypeVar("_T")
 
-Condition: TypeAlias = Callable[[Successor], bool]
+Condition: TypeAlias = Callable[[Scheduler], bool]
 """Something that may become true of a core; it changes nothing."""
 
 
@@ -67,7 +67,7 @@ class Session:
     def __init__(
         self,
         link: WorkerLink,
-        core: Successor,
+        core: Scheduler,
         wake: asyncio.Event,
         *,
         streams: RouterStreams,
@@ -108,7 +108,7 @@ class Session:
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.unclaimed:  # unclaimed blocks are freed even if nothing else happens
+        if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
                 # Slightly later, because a loop's timer counts from when its turn began.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
@@ -125,7 +125,7 @@ class Session:
         self._commands.post(command, num_tokens)
         self._wake.set()
 
-    def call(self, function: Callable[[Successor], _T]) -> _T:
+    def call(self, function: Callable[[Scheduler], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
 
         Raises:
@@ -215,11 +215,11 @@ class Session:
 
     def num_held_tokens(self, request: Request) -> int:
         """Return for how many tokens of a request the worker kept KV from an earlier scheduler."""
-        return self._core.num_held_tokens(request)
+        return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many blocks of a prompt the prefix cache has."""
-        return self._core.num_cached_blocks(hashes)
+        return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
         """Return the worker's model, with the length that the block pool allows."""

@@ -1,7 +1,6 @@
 """How far a request came at a worker that was lost: whether it may be what crashed it."""
 
 # It reads what the core's parts keep to themselves, for the core.
-# ruff: noqa: SLF001
 
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ def read_progress(core: "Scheduler", request: Request) -> Progress:
     """Look up a request that is live at `core`."""
     keys = range(request.first_seq_key, request.first_seq_key + request.n)
     seqs: list[Sequence] = []
-    for seq in core._live.find(request.source, keys):
+    for seq in core.live.find(request.source, keys):
         seqs += [seq] if seq.group is None else seq.group.seqs
     running = [seq for seq in seqs if seq.status in RUNNING]
     if any(_has_gained(core, seq) for seq in running):
@@ -40,4 +39,4 @@ def _has_gained(core: "Scheduler", seq: Sequence) -> bool:
     if seq.group is not None:  # each step of a beam begins with all tokens before it
         return len(seq.token_ids) > seq.num_prompt_tokens
     # `token_ids` are those that it brought to its row.
-    return seq.row is not None and core._rows.num_tokens(seq.row) > len(seq.token_ids)
+    return seq.row is not None and core.rows.num_tokens(seq.row) > len(seq.token_ids)

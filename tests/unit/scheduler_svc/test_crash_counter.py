@@ -6,10 +6,10 @@ from scheduler_requests import make_request
 
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
 from scheduler_svc.core.plan import Finished, StepOutcome, ints
 from scheduler_svc.core.reports.progress import Progress, read_progress
 from scheduler_svc.core.request import FinishReason, OutputSoFar
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.workers.crash_counter import CrashCounter
 
 
@@ -18,7 +18,7 @@ class Core:
 
     def __init__(self, **changes):
         settings = {"num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, **changes}
-        self.core = Successor(SchedulerConfig(block_size=4, max_model_len=32, **settings))
+        self.core = Scheduler(SchedulerConfig(block_size=4, max_model_len=32, **settings))
         self.plan = None
 
     def submit(self, request):

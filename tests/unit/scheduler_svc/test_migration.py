@@ -18,9 +18,9 @@ from contract.errors import (
     UnavailableError,
 )
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.crash_counter import CrashCounter
@@ -47,7 +47,7 @@ class FakeSession:
     instance_ids = itertools.count(1)
 
     def __init__(self, config=CONFIG, dtype="float32"):
-        self.core = Replica(config)
+        self.core = Scheduler(config)
         self.worker = FakeWorker(config)
         self.oracle = Oracle()
         instance_id = next(self.instance_ids)
@@ -171,8 +171,8 @@ def finish(*sessions):
     for session in sessions:
         for _ in range(3):
             session.step()
-        assert session.core._pool.num_free == CONFIG.num_blocks
-        assert session.core._tier.pool.num_free == CONFIG.num_host_blocks
+        assert session.core.pool.num_available == CONFIG.num_blocks
+        assert session.core.tier.pool.num_available == CONFIG.num_host_blocks
 
 
 async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, migrations):
@@ -180,8 +180,8 @@ async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, mi
     a.crashes.set(request, 2)
     moved = await migrator.migrate("r0", "b")
     assert (moved.from_worker, moved.num_seqs, moved.num_blocks) == ("a", 1, 3)
-    assert not list(a.core._live)
-    assert len(list(b.core._live)) == 1
+    assert not list(a.core.live)
+    assert len(list(b.core.live)) == 1
     assert b.crashes.take(request) == 2
     assert migrations.labels("a", "b", "arrived")._value.get() == 1
     finish(a, b)
@@ -192,8 +192,8 @@ async def test_pull_that_fails_leaves_it_where_it_was(migrator, a, b, migrations
     b.pull_error = UnavailableError("cannot read")
     with pytest.raises(UnavailableError, match="cannot read"):
         await migrator.migrate("r0", "b")
-    assert len(list(a.core._live)) == 1
-    assert not list(b.core._live)
+    assert len(list(a.core.live)) == 1
+    assert not list(b.core.live)
     assert migrations.labels("a", "b", "failed")._value.get() == 1
     finish(a, b)
     assert a.core.load().num_recomputed_tokens == 0
@@ -219,7 +219,7 @@ async def test_source_that_is_lost_during_the_pull_gives_its_requests_back(migra
     b.may_pull.set()
     with pytest.raises(UnavailableError, match="lost"):
         await moving
-    assert len(list(b.core._live)) == 1
+    assert len(list(b.core.live)) == 1
     finish(b)
 
 
@@ -243,7 +243,7 @@ async def test_caller_that_goes_away_does_not_stop_the_move(migrator, a, b):
         await moving
     b.may_pull.set()
     await asyncio.gather(*migrator._moves._tasks)
-    assert not list(a.core._live)
+    assert not list(a.core.live)
     finish(a, b)
 
 
@@ -283,7 +283,7 @@ async def test_worker_that_takes_no_kv_is_refused_before_anything_moves(
 
 async def test_name_of_two_requests_is_refused(migrator, b):
     b.submit(5, [1])
-    next(iter(b.core._live)).request = next(iter(b.others["a"].core._live)).request
+    next(iter(b.core.live)).request = next(iter(b.others["a"].core.live)).request
     with pytest.raises(InvalidArgumentError, match="as 2 live requests are called"):
         await migrator.migrate("r0", "b")
 
@@ -314,7 +314,7 @@ class TestImbalance:
         self.swap_one(a)
         live, source, target = migrator._find_imbalance()
         assert (source.session, target.session) == (a, b)
-        assert live.first_seq_key == a.core.first_swapped().first_seq_key
+        assert live.first_seq_key == a.core.moves.first_swapped().first_seq_key
         await migrator.move(live, source, target)
         finish(a, b)
 

@@ -1,10 +1,9 @@
 """How the pacer and the rate meter learn from the same steps."""
 
-from test_step_pacer import GPU, plan_of
-
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep
-from scheduler_svc.pacing.pacer import Pace
+from tests.unit.scheduler_svc.core.test_pacing import GPU, plan_of
 
 
 def observer_after(*steps):

@@ -12,14 +12,14 @@ from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.takeover import Successor
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.pressure import MemoryLevel
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
 from scheduler_svc.observers.collectors import LoadCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.watches import SpaceWatch
-from scheduler_svc.pacing.pacer import Pace
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import Placer
@@ -39,7 +39,7 @@ def make_session(spans):
     )
     return Session(
         FakeLink(),
-        Successor(config),
+        Scheduler(config),
         asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
