@@ -8,7 +8,7 @@ from gpu_worker.operations import AdapterServicer, LoadingServicer
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 
 

@@ -13,31 +13,30 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kernels import reference
 from kernels.cpu import ops as cpu
-from kernels.cpu.library import DTYPES, native
+from kernels.cpu.library import DTYPES, Library, native
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _op(twin: Callable[P, R], in_c: Callable[P, R] | None = None) -> Callable[P, R]:
+def _op(
+    twin: Callable[P, R], in_c: Callable[Concatenate[Library, P], R] | None = None
+) -> Callable[P, R]:
     """Return the op that chooses among the launcher, `in_c` and `twin` by its first argument."""
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else next(iter(kwargs.values()))
-        if first.is_cuda:  # type: ignore[attr-defined]  # every op takes a tensor first
+        first: Any = args[0] if args else next(iter(kwargs.values()))  # a tensor, of every op
+        if first.is_cuda:
             return launcher(twin)(*args, **kwargs)
-        if (
-            in_c is not None
-            and first.is_cpu  # type: ignore[attr-defined]
-            and first.dtype in DTYPES  # type: ignore[attr-defined]
-            and native() is not None
-        ):
-            return in_c(*args, **kwargs)
+        if in_c is not None and first.is_cpu and first.dtype in DTYPES:
+            library = native()
+            if library is not None:
+                return in_c(library, *args, **kwargs)
         return twin(*args, **kwargs)
 
     return op

@@ -20,8 +20,8 @@ from gpu_worker.parallel.leader import Leader
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
-from rpc.health.state import Health
-from rpc.tasks.shielded import retrieve
+from rpc.health import Health
+from rpc.tasks import retrieve
 
 if TYPE_CHECKING:
     from gpu_worker.loading.worker_model import LoadedModel

@@ -1,8 +1,8 @@
 """The ops in C: each checks its tensors, allocates its result and calls a kernel of the library.
 
-Each has the signature of its twin in `kernels.reference`, which defines its result, and raises
-ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls them, where there
-is a library, with a first tensor of a dtype that C knows. The fields of a call are in the order of
+Each takes the library, then what its twin in `kernels.reference` takes, which defines its result,
+and raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls them,
+with a first tensor of a dtype that C knows. The fields of a call are in the order of
 the kernel's structure, which `kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
@@ -21,20 +21,14 @@ from kernels.reference.draw import draw as draw_in_torch
 _TOKENS_AND_HEADS: Final = 3  # dimensions of [T, H, N]
 
 
-def _library() -> Library:
-    library = native()
-    assert library is not None, "kernels.ops looks before it calls"
-    return library
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise `x`, [T, N] or [T, H, N] of any strides over T and H."""
     rows = x if x.dim() == _TOKENS_AND_HEADS else x.unsqueeze(1)
     num_tokens, num_heads, width = rows.shape
     check_tensor("x", rows, (num_tokens, num_heads, width), x.dtype, weight)
     check_tensor("weight", weight, (width,), x.dtype, x)
     out = x.new_empty(x.shape)
-    _library().rms_norm(
+    library.rms_norm(
         DTYPES[x.dtype], num_tokens, num_heads, width,
         rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
         rows.stride(0), rows.stride(1), 0, eps,
@@ -43,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add and normalise `x` and `residual` [T, N], of any stride over T."""
     num_tokens, width = x.shape
@@ -51,7 +45,7 @@ def add_rms_norm(
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
     check_tensor("weight", weight, (width,), x.dtype, x)
     out, total = x.new_empty(x.shape), x.new_empty(x.shape)
-    _library().rms_norm(
+    library.rms_norm(
         DTYPES[x.dtype], num_tokens, 1, width,
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
         x.stride(0), 0, residual.stride(0), eps,
@@ -59,14 +53,14 @@ def add_rms_norm(
     return out, total
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
     """Gate `gate_up` [T, 2 * I], of any stride over T."""
     num_tokens, width = gate_up.shape
     if width % 2 != 0:
         raise ValueError(f"gate_up has width {width}, required is a multiple of 2")
     check_tensor("gate_up", gate_up, (num_tokens, width), gate_up.dtype, gate_up)
     out = gate_up.new_empty((num_tokens, width // 2))
-    _library().silu_mul(
+    library.silu_mul(
         DTYPES[gate_up.dtype], num_tokens, width // 2,
         gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0),
     )  # fmt: skip
@@ -74,7 +68,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+    library: Library,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D], of any strides over tokens and heads.
 
@@ -89,7 +87,7 @@ def rotary(
     check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
     check_tensor("positions", positions, (num_tokens,), torch.int64, query)
     query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    _library().rotary(
+    library.rotary(
         DTYPES[query.dtype], num_tokens, num_heads, num_kv_heads, head_dim // 2,
         query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
         query_out.data_ptr(), key_out.data_ptr(),
@@ -99,6 +97,7 @@ def rotary(
 
 
 def store_kv(
+    library: Library,
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -120,7 +119,7 @@ def store_kv(
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
-    _library().store_kv(
+    library.store_kv(
         *store_fields(
             key, value, caches, num_tokens=num_tokens, slot_mapping=slot_mapping.data_ptr()
         )
@@ -128,6 +127,7 @@ def store_kv(
 
 
 def rotary_store_kv(
+    library: Library,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -141,15 +141,16 @@ def rotary_store_kv(
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Call `rotary`, then `store_kv` with the rotated keys; return the rotated queries."""
-    query, key = rotary(query, key, cos_sin, positions)
+    query, key = rotary(library, query, key, cos_sin, positions)
     store_kv(
-        key, value, key_cache, value_cache, slot_mapping,
+        library, key, value, key_cache, value_cache, slot_mapping,
         key_scales=key_scales, value_scales=value_scales,
     )  # fmt: skip
     return query
 
 
 def paged_attention_decode(
+    library: Library,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -172,10 +173,13 @@ def paged_attention_decode(
     if block_tables.shape[0] != num_seqs:
         raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
-    return _attend(query, caches, block_tables, seq_lens, None, scale, window, softcap, sinks)
+    return _attend(
+        library, query, caches, block_tables, seq_lens, None, scale, window, softcap, sinks
+    )
 
 
 def paged_attention_prefill(
+    library: Library,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -198,11 +202,21 @@ def paged_attention_prefill(
     check_tensor("query_start_loc", query_start_loc, (len(seq_lens) + 1,), torch.int32, query)
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
     return _attend(
-        query, caches, block_tables, seq_lens, query_start_loc, scale, window, softcap, sinks
+        library,
+        query,
+        caches,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        scale,
+        window,
+        softcap,
+        sinks,
     )
 
 
 def _attend(
+    library: Library,
     query: torch.Tensor,
     caches: LayerCaches,
     block_tables: torch.Tensor,
@@ -222,7 +236,7 @@ def _attend(
     partials = query.new_empty(
         num_partials(num_heads, head_dim, num_seqs, max_len), dtype=torch.float32
     )
-    _library().attention(
+    library.attention(
         *attention_fields(
             query, caches, out, scale,
             num_seqs=num_seqs, num_tokens=num_tokens,
@@ -234,10 +248,12 @@ def _attend(
     return out
 
 
-def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
+def suppress(
+    library: Library, logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor
+) -> None:
     """Suppress what masks do not admit, in some rows of `logits` [S, V]."""
     check_suppression(logits, places, admitted)
-    _library().suppress(
+    library.suppress(
         len(places), logits.shape[1],
         logits.data_ptr(), places.data_ptr(), admitted.data_ptr(),
         logits.stride(0), admitted.stride(0),

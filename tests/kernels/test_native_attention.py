@@ -130,15 +130,15 @@ class InShares:
 @pytest.mark.skipif(native() is None, reason="needs native code")
 @pytest.mark.parametrize("num_shares", [2, 5, 64, 256])
 @pytest.mark.parametrize("window", [None, 600])
-def test_any_number_of_shares_does_all_of_it(window, num_shares, monkeypatch):
+def test_any_number_of_shares_does_all_of_it(window, num_shares):
     chunks = [*CHUNKS, (1, 513), (1, 3), (0, 0), (1, 1600)]
     query_lens, seq_lens = zip(*chunks, strict=True)
     paged = make_paged(seq_lens, 2, 32, 16, torch.bfloat16, "cpu")
     query = torch.randn(sum(query_lens) + 3, 6, 32).bfloat16()
     args = query, *paged.args, starts_of(query_lens), max(query_lens), 0.2
     whole = paged_attention_prefill(*args, window=window)
-    monkeypatch.setattr(in_c, "native", lambda: InShares(num_shares))
-    assert torch.equal(paged_attention_prefill(*args, window=window), whole)
+    in_shares = in_c.paged_attention_prefill(InShares(num_shares), *args, window=window)
+    assert torch.equal(in_shares, whole)
 
 
 @native_dtypes

@@ -35,7 +35,7 @@ from quire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.channel import open_channel
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
