@@ -25,11 +25,10 @@ from harness.turns import turns
 from safetensors.torch import save_file
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.loading.source import open_model
-from gpu_worker.lora.adapted_maps import adapted_maps
-from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.lora.adapter import Adapter, adapted_maps
+from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.registry import open_model
 from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.messages import Limits
 from gpu_worker.step.model_runner import Decoder

@@ -19,9 +19,9 @@ from harness.device import Clock, SimulatedWorker
 
 from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
 from sim_worker.time_model import TimeModel
 
@@ -70,7 +70,7 @@ class SimulatedReplica:
 
     def __init__(self, clock: Clock, first_token_s: dict[int, float]) -> None:
         """`first_token_s` gets the time of each sequence's first token."""
-        self.core = Replica(CONFIG)
+        self.core = Scheduler(CONFIG)
         self._clock = clock
         self._first_token_s = first_token_s
         self._worker = SimulatedWorker(CONFIG.max_num_seqs)
@@ -83,7 +83,7 @@ class SimulatedReplica:
         )
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        return self.core.num_cached_blocks(hashes)
+        return self.core.lookup.num_cached_blocks(hashes)
 
     def submit(self, request: Request) -> None:
         self.core.submit(request, self._clock.now)

@@ -23,10 +23,10 @@ from harness.case import ROOT, SHIPPED_MODEL, Results, Table, arguments, main
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
-from gpu_worker.loading.assemble import load
+from gpu_worker.loading.worker_model import load
+from gpu_worker.loop import StepLoop
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from rpc.observe import logs
 

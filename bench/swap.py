@@ -33,7 +33,7 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 
 CONTEXT = 1000
 _SWAP_BYTES = 64 * 1024**2

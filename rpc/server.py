@@ -20,10 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from quire.v1 import admin_pb2_grpc
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
-from rpc.health.probes import probes
-from rpc.health.service import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.health.state import Health
-from rpc.observe import telemetry, timeline
+from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer, probes
+from rpc.observe import logs, telemetry, timeline
 from rpc.security.client_certificates import certificate_middleware
 from rpc.security.operators import operators
 from rpc.security.tls import http_context
@@ -116,8 +114,18 @@ async def serve(
             log.info("stopped")
 
 
+def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float = 0.0) -> None:
+    """Configure logs, traces and timeline for `process`, such as "router"; once per process.
+
+    `new_trace_ratio` is as for `telemetry.configure`.
+    """
+    logs.configure(settings.log_level, settings.log_format, process)
+    telemetry.configure(f"quire-{process}", settings, new_trace_ratio=new_trace_ratio)
+    timeline.configure(process, settings.timeline_dir)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a process: the one call of each `__main__`. Exits with 1 if an address cannot be had."""
+    """Run a process: what each `__main__` calls. Exits with 1 if an address is not available."""
     # A thread that computes beside the event loop holds the lock for this long; at the default of
     # 5 ms a round trip takes 5.5 ms, at 0.1 ms half a millisecond.
     sys.setswitchinterval(1e-4)

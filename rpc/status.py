@@ -6,7 +6,7 @@ import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from contract import errors
-from rpc.handlers import rewrapped
 from rpc.security.tls import explain
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -46,6 +45,14 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
         errors.UnimplementedError,
     )
 }
+
+_HANDLER_KINDS: Final = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+"""By whether request and response are streams: a handler's attribute, and its constructor."""
 
 log = structlog.get_logger()
 
@@ -142,6 +149,25 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return rewrapped(
             handler, partial(_wrap, request_streaming=False), wrap_deserializer=_or_error
         )
+
+
+def rewrapped(
+    handler: Any,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *,
+    wrap_deserializer: Callable[[Any], Any] = lambda deserialize: deserialize,
+) -> Any:
+    """Return a handler of the same kind, its behaviour wrapped with `wrap`.
+
+    `handler` is what an interceptor's continuation returned, and not None. `wrap_deserializer`
+    wraps what parses requests; that is None where requests are bytes.
+    """
+    kind, make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
+    return make(
+        wrap(getattr(handler, kind)),
+        request_deserializer=wrap_deserializer(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

@@ -1,4 +1,4 @@
-"""What the scheduler's shell speaks about, beyond what its core decides."""
+"""The values that the scheduler's rooms exchange, beyond those of its core."""
 
 from asyncio import Future
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,18 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubmitRequest:
-    """A request that an engine is to take on."""
+    """Take on a request."""
 
     request: Request
     was_accepted: bool = False
-    """Whether it was live before, so that it can no longer be refused."""
-    num_losses: int = 0
-    """How many workers in a row were lost while they ran it, and it gained no token at them."""
+    """Whether it was live before; then it can no longer be refused."""
+    num_crashes: int = 0
+    """Consecutive workers that were lost while they ran it, without a token gained there."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelSequences:
-    """Sequences that their source wants to end early; unknown ones are ignored."""
+    """End sequences early; unknown ones are ignored."""
 
     source: SourceId
     seq_keys: Sequence[SeqKey]
@@ -121,17 +122,80 @@ class CancelSequences:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """A router's stream ended: all its sequences go, and nobody is told."""
+    """A router's stream has ended: cancel all its sequences silently."""
 
     source: SourceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DefragmentBlocks:
-    """The held blocks are to be moved together; `done` is set when they are, or cannot be."""
+    """Move the held blocks together; `done` is set when that has ended."""
 
     done: Future[DefragmentationReport]
 
 
 Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | DefragmentBlocks
-"""What an engine is asked to do between two steps."""
+"""What a session applies to its core between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """A size for a KV pool, in blocks."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBytes:
+    """A size for a KV pool: as many blocks as fit."""
+
+    num_bytes: int
+
+
+WantedSize: TypeAlias = WantedBlocks | WantedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeProgress:
+    """How far the resizing of a pool is."""
+
+    num_blocks_before: int
+    num_blocks: int
+    """The size it will have."""
+    num_leaving_blocks: int
+    """Blocks that will go and are still held."""
+    block_bytes: int
+    """Size of a block; 0: not known."""
+
+
+ADAPTERS_SALT = "\0"
+"""Prefix of the cache salts of all requests with an adapter. No client can choose such a salt."""
+
+
+def adapter_salt(adapter: LoraAdapter) -> str:
+    """Return the prefix of the cache salts of one adapter's requests: only they share its KV."""
+    return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
+
+
+def live_outputs(request: Request) -> list[int]:
+    """Return the output indices of the sequences of `request` that have not ended."""
+    outputs = request.outputs
+    return [i for i in range(request.n) if not outputs or not outputs[i].finished]
+
+
+def num_live_seqs(request: Request) -> int:
+    """Return how many sequences of `request` have not ended."""
+    return len(live_outputs(request))
+
+
+def live_seq_keys(request: Request) -> list[SeqKey]:
+    """Return the keys of the sequences of `request` that have not ended."""
+    return [SeqKey(request.first_seq_key + index) for index in live_outputs(request)]
+
+
+def end_with_error(request: Request, error: str) -> tuple[Finished, ...]:
+    """Return the ends of those sequences, for `error`."""
+    return tuple(
+        Finished(request.source, key, FinishReason.ERROR, error=error)
+        for key in live_seq_keys(request)
+    )

@@ -12,7 +12,7 @@ from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError, read_json
 from rpc.grpc_server import make_grpc_server, start_grpc_server
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 from sim_worker.settings import SimWorkerSettings
 from sim_worker.steps import SimulatedSteps

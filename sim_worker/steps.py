@@ -10,10 +10,9 @@ import numpy as np
 
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from gpu_worker import metrics
-from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.service.holdings import Holdings
-from gpu_worker.service.spans import SequenceSpans
+from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.messages import (
     BoolArray,
     Int32Array,
@@ -25,6 +24,7 @@ from gpu_worker.step.messages import (
     TokenLogprob,
 )
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.spans import SequenceSpans
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
 from sim_worker.draw import TokenSource

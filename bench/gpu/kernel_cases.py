@@ -7,7 +7,7 @@ import torch
 from gpu.dense_attention import flex, sdpa
 
 from kernels import reference
-from kernels.triton import ops as triton_ops
+from kernels.ops import launcher
 from kernels.tuning.workload import Layout, Model, paged_inputs, queries
 
 LLAMA_8B = Model(32, 8, 128, 16, torch.bfloat16)
@@ -103,7 +103,7 @@ def _decode(
             if with_flex:
                 baselines["flex"] = lambda: flex(query, paged, 1, lens[0])
         return Prepared(
-            lambda: triton_ops.paged_attention_decode(
+            lambda: launcher(reference.paged_attention_decode)(
                 query,
                 *paged.args,
                 scale,
@@ -179,7 +179,7 @@ def _prefill(
             if with_flex:
                 baselines["flex"] = lambda: flex(query, paged, query_lens[0], seq_lens[0])
         return Prepared(
-            lambda: triton_ops.paged_attention_prefill(
+            lambda: launcher(reference.paged_attention_prefill)(
                 query,
                 *paged.args,
                 starts,
@@ -226,7 +226,7 @@ def _rows(
     def prepare(device: torch.device) -> Prepared:
         tensors, rest, num_bytes = make(device)
         return Prepared(
-            lambda: getattr(triton_ops, name)(*tensors, *rest),
+            lambda: launcher(getattr(reference, name))(*tensors, *rest),
             num_bytes,
             baselines={"torch": lambda: lambda: getattr(reference, name)(*tensors, *rest)},
         )

@@ -23,9 +23,9 @@ from make_model import SHAPES, write_shape
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.step.cuda_capture import CudaGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 

@@ -1,4 +1,4 @@
-"""What an adapter is known by."""
+"""How an adapter is identified."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,16 +9,16 @@ MAX_ADAPTER_NAME: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class AdapterId:
-    """Names an adapter, and tells its contents from all others."""
+    """An adapter's name and the digest of its contents."""
 
     name: str
-    """What requests call it."""
+    """The name that requests use."""
     digest: bytes
     """32 bytes."""
     directory: str = field(default="", compare=False)
-    """Where it was read, an absolute path."""
+    """Where it was read from, an absolute path."""
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether requests can call an adapter so."""
+    """Whether the name is valid for an adapter."""
     return bool(name) and name.isprintable() and len(name) <= MAX_ADAPTER_NAME

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from contract.errors import PermissionDeniedError, QuireError, UnauthenticatedError
-from rpc.handlers import rewrapped
+from rpc.status import rewrapped
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """A kubelet has no certificate."""

@@ -204,7 +204,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class News:
+class StepEvents:
     """What the sources must hear after a step's result was applied.
 
     `sources`, `seq_keys`, `token_ids` and `result_index` are parallel, one entry for each new

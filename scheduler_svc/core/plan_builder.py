@@ -16,7 +16,6 @@ from scheduler_svc.core.plan import (
     StepPlan,
     ints,
 )
-from scheduler_svc.core.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -26,8 +25,6 @@ class PlanDraft:
     step_id: StepId
     now: float
     num_decodes: int
-    budget: int
-    """Tokens this step may still compute."""
     new_sequences: list[NewSequence] = field(default_factory=list)
     appended_rows: list[int] = field(default_factory=list)
     appended_blocks: list[DeviceBlockId] = field(default_factory=list)
@@ -47,35 +44,17 @@ class PlanDraft:
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
     """By row."""
-    long_prefills: list[Sequence] = field(default_factory=list)
-    """Those that have left a part of the budget to others, and may have what these do not use."""
-
     pins: tuple[tuple[BlockHash, float], ...] = ()
     turns: tuple[Started | Preempted, ...] = ()
-    paced_budget: int | None = None
-    """Tokens of prompts this step may still compute; None: as many as there is budget for."""
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
         """Copy a block before the step computes; all copies read before any writes."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 
-    @property
-    def prompt_budget(self) -> int:
-        """Tokens of prompts this step may still compute."""
-        return self.budget if self.paced_budget is None else min(self.budget, self.paced_budget)
-
-    def room_for(self, seq: Sequence) -> int:
-        """Return how many known tokens of `seq` this step may still compute."""
-        return self.prompt_budget if _is_prompt(seq) else self.budget
-
-    def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        """Compute `num_tokens` (more) known tokens of a running sequence, as there is room for."""
-        assert seq.row is not None
-        self.chunk_lens[seq.row] = self.chunk_lens.get(seq.row, 0) + num_tokens
-        self.budget -= num_tokens
-        if self.paced_budget is not None and _is_prompt(seq):
-            self.paced_budget -= num_tokens
+    def add_chunk(self, row: int, num_tokens: int) -> None:
+        """Compute `num_tokens` (more) known tokens of a running sequence."""
+        self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(
         self, released_rows: list[int], labels: tuple[Int32Array, npt.NDArray[np.uint8]]
@@ -108,11 +87,3 @@ class PlanDraft:
             pins=self.pins,
             turns=self.turns,
         )
-
-
-def _is_prompt(seq: Sequence) -> bool:
-    """Whether what it computes is to be paced; a single token costs what a decode does.
-
-    Such are a search's beams, and what comes back from the host or forks.
-    """
-    return seq.num_tokens_left > 1

@@ -27,10 +27,10 @@ from scheduler_svc.core.handover.moved_request import (
     ImportId,
     MovedRequest,
 )
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
+from scheduler_svc.core.plan import Finished, StepEvents, StepOutcome, StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.core_calls import (
     BeginExport,
@@ -66,7 +66,7 @@ _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 
-class RecordingScheduler(Successor):
+class RecordingScheduler(Scheduler):
     """A core whose calls are told to `record`, with what they gave or raised."""
 
     def __init__(
@@ -85,7 +85,7 @@ class RecordingScheduler(Successor):
         self._recorded(Submit(request, now), super().submit, request, now)
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """See `Successor`."""
+        """See `Scheduler`."""
         self._recorded(Inherit(holdings, now), super().inherit, holdings, now)
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
@@ -110,7 +110,7 @@ class RecordingScheduler(Successor):
         self._recorded(Resize(num_blocks), super().resize, num_blocks)
 
     def set_memory_level(self, level: MemoryLevel) -> None:
-        """See `PressedScheduler`."""
+        """See `Scheduler`."""
         self._recorded(SetMemoryLevel(level), super().set_memory_level, level)
 
     def schedule(
@@ -124,26 +124,26 @@ class RecordingScheduler(Successor):
         bounds = (max_paced_tokens, max_prompt_tokens)
         return self._recorded(call, super().schedule, now, *bounds)
 
-    def update(self, outcome: StepOutcome) -> News:
+    def update(self, outcome: StepOutcome) -> StepEvents:
         """See `Scheduler`."""
         return self._recorded(Update(outcome, self._clock()), super().update, outcome)
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
-        """See `Replica`."""
+        """See `Scheduler`."""
         call = BeginExport(source, first_seq_key)
         return self._recorded(call, super().begin_export, source, first_seq_key)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """See `Successor`."""
+        """See `Scheduler`."""
         call = EndExport(export_id, leaves)
         return self._recorded(call, super().end_export, export_id, leaves=leaves)
 
     def begin_import(self, moved: MovedRequest) -> Import:
-        """See `Successor`."""
+        """See `Scheduler`."""
         return self._recorded(BeginImport(moved), super().begin_import, moved)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
-        """See `Successor`."""
+        """See `Scheduler`."""
         indices = tuple(output_indices)
         self._recorded(EndImport(import_id, indices), super().end_import, import_id, indices)
 
@@ -201,11 +201,11 @@ class Recordings:
         info: WorkerInfo,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
-    ) -> Iterator[Successor]:
+    ) -> Iterator[Scheduler]:
         """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
         recording = self._begin(info, config)
         if recording is None:
-            yield Successor(config)
+            yield Scheduler(config)
             return
         reason = "the worker is lost"
         try:

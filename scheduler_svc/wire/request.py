@@ -7,8 +7,7 @@ from contract.packing import unpack_int32
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import LoraAdapter, ModelInfo
-from scheduler_svc.operations.adapter_salt import ADAPTERS_SALT, adapter_salt
+from scheduler_svc.domain import ADAPTERS_SALT, LoraAdapter, ModelInfo, adapter_salt
 from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
 from scheduler_svc.wire.checks import check_below
 

@@ -2,7 +2,7 @@
 
 from contract.errors import InvalidArgumentError
 from quire.v1 import scheduler_pb2
-from scheduler_svc.operations.resizer import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
+from scheduler_svc.domain import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 
 
 def size_from_proto(message: scheduler_pb2.ResizeKvRequest) -> WantedSize:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from contract.errors import QuireError, TooBusyError
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.plan import Finished, Int32Array, News
+from scheduler_svc.core.plan import Finished, Int32Array, StepEvents
 from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.adapters import adapter_to_proto
@@ -65,7 +65,7 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
 
 
 def news_to_proto(
-    step_id: int, news: News, logprobs: Sequence[worker_pb2.SampledLogprob]
+    step_id: int, news: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
     """Make one message for each source that `news` concerns."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
@@ -201,7 +201,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     return message
 
 
-def held_logprobs_to_proto(news: News) -> list[worker_pb2.SampledLogprob]:
+def held_logprobs_to_proto(news: StepEvents) -> list[worker_pb2.SampledLogprob]:
     """Make log-probabilities that a worker has kept what they would be in a step's result."""
     return [
         worker_pb2.SampledLogprob(index=index, logprob=common_pb2.TokenLogprob.FromString(logprob))

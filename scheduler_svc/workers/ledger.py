@@ -1,9 +1,8 @@
-"""What a worker owes for the steps that it was sent: an answer that differs is wrong, or a lie.
+"""Checks a worker's results against the plans that it was sent.
 
-The core takes results for granted: a row too many, or twice, would break its books, and with them
-every worker's requests. Here they are held against the plans. Which tokens a row samples only the
-worker knows, and, if it drafts, how many of those that a decode may bring; which rows sample, and
-which blocks move, it has been told.
+The core trusts results: one row too many, or twice, would corrupt its books, and with them the
+requests at every worker. The worker alone knows which tokens a row samples and, if it drafts, how
+many of a decode's. Which rows sample and which blocks move follows from the plans.
 """
 
 import numpy as np
@@ -18,27 +17,27 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class WorkerLedger:
-    """Follows the plans sent on one link, and checks their outcomes; costs work per array."""
+    """Records the plans sent on one link, and checks their outcomes. Work per array, not row."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._vocab_size = info.model.vocab_size
         self._num_draft_tokens = info.num_draft_tokens
-        # A row samples in the steps [first, last]; with drafts it may end sooner.
+        # A row samples in the steps [first, last]; with drafts it may end earlier.
         self._first = np.full(info.max_num_seqs, _NEVER, np.int64)
         self._last = np.zeros(info.max_num_seqs, np.int64)
         self._num_left = np.zeros(info.max_num_seqs, np.int32)
-        """Known tokens that a row has to compute before it samples."""
+        """Known tokens that a row must compute before it samples."""
         self._num_samples = np.zeros(info.max_num_seqs, np.int32)
-        """Tokens that a row samples; with drafts, those that it has not yet."""
+        """Tokens that a row samples; with drafts, those that are left."""
         self._swap_ins: dict[StepId, set[int]] = {}
-        """Device blocks, of the steps that have some."""
+        """Device blocks by the step that swaps them in."""
         self._stores: set[int] = set()
-        """Disk blocks that are being filled."""
+        """Disk blocks being written."""
         self._loads: set[int] = set()
-        """Host blocks that are being filled from the disk."""
+        """Host blocks being loaded from the disk."""
 
-    def sent(self, plan: StepPlan) -> None:
-        """Note a plan that goes out; plans come in the order of their steps."""
+    def on_sent(self, plan: StepPlan) -> None:
+        """A plan was sent; plans come in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
         if released.size:
             self._last[released] = np.minimum(self._last[released], step - 1)
@@ -58,10 +57,10 @@ class WorkerLedger:
         self._loads.update(plan.disk_load_dst_block_ids.tolist())
 
     def check(self, result: WorkerResult) -> None:
-        """Take the result of the oldest plan that has none.
+        """Check the result of the oldest unanswered plan.
 
         Raises:
-            InvalidArgumentError: It is not one of that plan. The worker is not to be used further.
+            InvalidArgumentError: It does not fit that plan. The worker must not be used any more.
         """
         outcome = result.outcome
         check_below(outcome.sampled_token_ids, "sampled_token_ids", self._vocab_size, "vocab_size")
@@ -130,7 +129,7 @@ def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
 
 
 def _take(expected: set[int], block_ids: Int32Array, field: str) -> None:
-    """Take blocks out of a set that must have them."""
+    """Remove blocks from a set that must have them."""
     for block in block_ids.tolist():
         if block not in expected:
             raise InvalidArgumentError(field, f"has block {block}; no such move is under way")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 
 from contract.packing import unpack_int32
+from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel

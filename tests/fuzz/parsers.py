@@ -42,10 +42,10 @@ from router.text.grammar import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
 from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import ModelInfo
 from scheduler_svc.journal.core_calls import (
     Cancel,
@@ -248,14 +248,14 @@ _CORE = SchedulerConfig(
 def _submit(message: scheduler_pb2.Submit) -> None:
     """Parse a request, and have it planned."""
     request = request_from_proto(message, SourceId(0), MODEL, 1.0)
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     with contextlib.suppress(RequestRefusedError):
         core.submit(request, 1.0)
         core.schedule(1.0)
 
 
 def _recording_payloads() -> list[bytes]:
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     request = Request(
         source=SourceId(0),
         first_seq_key=SeqKey(1),

@@ -96,7 +96,7 @@ def search(machine: SchedulerMachine, draw: Random) -> None:
 
 def resize(machine: SchedulerMachine, draw: Random, reached: Counter[str]) -> None:
     if machine.shrinks_to:
-        if machine.core.is_shrunk and draw.random() < 0.5:
+        if machine.core.resizing.is_shrunk and draw.random() < 0.5:
             reached["num_shrunk_under_load"] += bool(machine.oracle.live)
             machine.end_shrinking(can_shrink=draw.random() < 0.8)
     elif machine.config.max_num_blocks and not machine.to_resubmit and draw.random() < 0.03:

@@ -10,7 +10,6 @@ from hypothesis.stateful import precondition, rule
 
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.sequence import SeqStatus
 from tests.property.disk import BROKEN
 from tests.property.test_scheduler import SchedulerMachine
@@ -27,7 +26,6 @@ class MigrationMachine(SchedulerMachine):
     def start_core(self):
         self.config = replace(self.config, num_host_blocks=self.config.num_host_blocks + 8)
         super().start_core()
-        self.core = Replica(self.config)
         self.moves: list[Move] = []
 
     def forget_moves(self):
@@ -35,7 +33,7 @@ class MigrationMachine(SchedulerMachine):
 
     @property
     def must_go_on(self):
-        return any(seq.status is not SeqStatus.MIGRATING for seq in self.core._live)
+        return any(seq.status is not SeqStatus.MIGRATING for seq in self.core.live)
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
@@ -56,7 +54,7 @@ class MigrationMachine(SchedulerMachine):
     @rule()
     def copy_contents(self):
         """As soon as both sides say so, and not before: until then anything may be there."""
-        answered = self.core._steps.last - self.core.num_steps_in_flight
+        answered = self.core.steps.last - self.core.num_steps_in_flight
         for move in self.moves:
             if max(move.export.ready_step, move.room.ready_step) > answered:
                 continue

@@ -8,15 +8,46 @@ from pydantic_settings import NoDecode
 
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 
-_DEVICE: Final = (
-    "workers",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "device",
-    "dtype",
-    "quantization",
+COMMON_FLAGS: Final = (
+    "host",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "tls_server_name",
+    "tls_client_ca",
+    "max_message_mb",
+    "max_metadata_kb",
+    "max_concurrent_streams",
+    "drain_s",
+    "log_level",
+    "log_format",
+    "otlp_traces_endpoint",
+    "timeline_dir",
+)
+"""Flags that `quire up` passes on to every process."""
+ROUTER_FLAGS: Final = ("api_keys_file", "trace_sample_ratio")
+SCHEDULER_FLAGS: Final = (
+    "policy",
+    "preemption_mode",
+    "max_decode_slowdown",
+    "max_prompt_step_s",
+    "eviction",
+)
+ANY_WORKER_FLAGS: Final = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "block_size",
+    "host_kv_memory_gb",
+    "disk_kv_memory_gb",
+)
+"""Flags for workers, simulated ones too."""
+DEVICE_WORKER_FLAGS: Final = (
     "model_class",
     "lora",
+    "dtype",
+    "quantization",
     "kv_cache_memory_gb",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
@@ -24,14 +55,16 @@ _DEVICE: Final = (
     "disk_kv_dir",
     "disk_kv_codec",
     "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
     "speculative",
     "num_draft_tokens",
     "draft_model",
     "ngram_min",
     "ngram_max",
-    "num_threads",
 )
-"""What only workers with a device have."""
+"""Flags for workers that compute."""
+_NOT_SIMULATED: Final = ("workers", "device", "num_threads", *DEVICE_WORKER_FLAGS)
 
 
 class UpSettings(ProcessSettings):
@@ -172,7 +205,6 @@ class UpSettings(ProcessSettings):
 
     @property
     def devices_per_worker(self) -> int:
-        """Of each worker, if they are GPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
@@ -184,7 +216,7 @@ class UpSettings(ProcessSettings):
     @model_validator(mode="after")
     def _simulation_has_no_device(self) -> Self:
         fields = type(self).model_fields
-        given = [name for name in _DEVICE if getattr(self, name) != fields[name].default]
+        given = [name for name in _NOT_SIMULATED if getattr(self, name) != fields[name].default]
         if self.simulate is not None and given:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"--simulate: {self.simulate}: simulated workers have no {flags}")

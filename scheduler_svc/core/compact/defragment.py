@@ -131,7 +131,7 @@ class Defragmenter:
         self.num_moved = 0
         self.num_passes = 0
 
-    def want(self) -> None:
+    def request_pass(self) -> None:
         """Begin a pass with the next step, whatever the rate; after the current one if there is."""
         self._is_wanted = True
         self.due = _NOW
@@ -140,7 +140,7 @@ class Defragmenter:
         """Move held blocks that the pool is taking out of use, as long as there are any."""
         self.due = _NOW
 
-    def resized(self) -> None:
+    def on_resized(self) -> None:
         """Learn that the pool has another size: of a pass under way, some places may be gone."""
         if self._pass is not None:
             end = self._pool.num_blocks
@@ -262,7 +262,7 @@ class Defragmenter:
         if (blank := self._pool.allocate_before(current.border)) is not None:
             return blank, False
         if current.evacuates:  # as many are left for it, but for what unclaimed rows hold
-            has_room = self._pool.num_blank + self._pool.num_cached > 0
+            has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:
             if self._pool.is_cached(target := current.free_targets.pop()):

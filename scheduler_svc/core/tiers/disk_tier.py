@@ -11,8 +11,9 @@ Who holds a disk block, besides the sequences that have spilled to it:
     a load    its disk block and its host block, likewise. The host block can be found from then on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DiskBlockId, HostBlockId
@@ -27,6 +28,17 @@ class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
     """Of its content, if that may be found."""
+
+
+class DiskBooks(NamedTuple):
+    """The moves under way, live; for invariants, which only read them."""
+
+    stores: Mapping[DiskBlockId, BlockHash | None]
+    new_stores: Mapping[DiskBlockId, HostBlockId]
+    storing: Mapping[BlockHash, DiskBlockId]
+    loads: Mapping[HostBlockId, _Load]
+    new_loads: Mapping[HostBlockId, DiskBlockId]
+    targets: Mapping[DiskBlockId, HostBlockId]
 
 
 class DiskTier:
@@ -117,6 +129,18 @@ class DiskTier:
         self.num_loaded += is_good
         self.num_failed += not is_good
 
+    @property
+    def books(self) -> DiskBooks:
+        """The moves under way."""
+        return DiskBooks(
+            self._stores,
+            self._new_stores,
+            self._storing,
+            self._loads,
+            self._new_loads,
+            self._targets,
+        )
+
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
@@ -127,7 +151,7 @@ class DiskTier:
         if (known := self._find(block_hash)) is not None:
             self.pool.share([known])  # as good as new
             self.pool.drop([known])
-        elif len(self._stores) < self._max_moves and self.pool.num_free:
+        elif len(self._stores) < self._max_moves and self.pool.num_available:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
@@ -203,7 +227,7 @@ class DiskTier:
         """Return its part of a `SchedulerLoad`, by field."""
         return {
             "num_disk_blocks": self.pool.num_blocks,
-            "num_free_disk_blocks": self.pool.num_blank,
+            "num_free_disk_blocks": self.pool.num_free,
             "num_cached_disk_blocks": self.pool.num_cached,
             "num_stored_blocks": self.num_stored,
             "num_loaded_blocks": self.num_loaded,

@@ -10,9 +10,8 @@ import structlog
 import torch
 
 from gpu_worker.kv import host_pool
-from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.memory import pinned as pinned_memory
-from gpu_worker.memory.pinned import pinned_bytes
+from gpu_worker.kv import host_pool as pinned_memory
+from gpu_worker.kv.host_pool import HostPool, pinned_bytes
 
 
 def ints(*values):

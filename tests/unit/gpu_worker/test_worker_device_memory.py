@@ -4,7 +4,7 @@ import structlog
 import torch
 from prometheus_client import REGISTRY
 
-from gpu_worker.memory import sizing as memory
+from gpu_worker.memory import available as memory
 from gpu_worker.memory.watch import CpuSystem, DeviceMemory, Level, MemoryMonitor
 
 

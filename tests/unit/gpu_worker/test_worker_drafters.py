@@ -7,8 +7,8 @@ from fake_model import FakeModel, FakePool, continue_greedily
 from test_worker_executor import GREEDY, LIMITS, ints, new_row
 
 from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.speculative.lengths import DraftLengths
-from gpu_worker.speculative.model import ModelDrafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.messages import StepInput
 from gpu_worker.step.rows import Rows

@@ -8,10 +8,14 @@ import pytest
 import torch
 from fake_cuda_driver import GRANULARITY, POISON, Budget, FakeCudaDriver, HostChunks
 
-from gpu_worker.memory import cuda_chunks
-from gpu_worker.memory.cpu_chunks import CpuChunks
-from gpu_worker.memory.cuda_chunks import VirtualMemoryError, load_driver
-from gpu_worker.memory.elastic import ElasticMemory, OutOfMemoryError
+from gpu_worker.memory.elastic import (
+    CpuChunks,
+    CudaChunks,
+    ElasticMemory,
+    OutOfMemoryError,
+    VirtualMemoryError,
+    load_driver,
+)
 
 CHUNK = 2 * GRANULARITY
 MAX = 16 * CHUNK
@@ -172,7 +176,7 @@ def test_the_fake_driver_has_every_name_that_is_used():
     names += [name for name in vars(FakeCudaDriver) if name.startswith("cuMem")]
     real = pytest.importorskip("cuda.bindings.driver")
     assert not [name for name in names if not hasattr(real, name)]
-    assert cuda_chunks.load_driver() is real
+    assert load_driver() is real
 
 
 @pytest.mark.gpu
@@ -180,7 +184,7 @@ def test_a_gpus_own_driver_maps_keeps_zeroes_and_gives_back():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    chunks = cuda_chunks.CudaChunks(load_driver(), device, 2**36)
+    chunks = CudaChunks(load_driver(), device, 2**36)
     chunk = chunks.chunk_bytes
     memory = ElasticMemory(chunks, 2 * chunk)
     before, _ = torch.cuda.mem_get_info()

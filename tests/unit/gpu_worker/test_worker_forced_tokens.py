@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from gpu_worker.parallel.shared_sampling import SamplesForAll, TakesSamples
-from gpu_worker.sampling.forced_tokens import sample_others
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.sampler import Sampler, sample_others
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 VOCAB = 4096

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gpu_worker.step.head_start import HEAD_START_S, head_start_s
 from gpu_worker.step.rows import ScheduledRows
+from gpu_worker.step.timing import HEAD_START_S, head_start_s
 
 PROMPTS = np.full(8, 100)
 """The lengths of the rows' prompts."""

@@ -12,12 +12,12 @@ import torch
 
 from contract.packing import pack_int32
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.kv.labels import BlockLabels
+from gpu_worker.loop import StepLoop
 from gpu_worker.service import kv_exchange
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.holdings import Holdings
 from gpu_worker.service.worker_info import WorkerInfo
-from gpu_worker.step.loop import StepLoop
+from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_worker.kv.label_pins import LabelPins
+from gpu_worker.step.block_labels import LabelPins
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gpu_worker.kv.labels import BlockLabels
 from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.messages import Limits, NewRow, StepInput, TokenLogprob
 from gpu_worker.step.rows import Rows
 

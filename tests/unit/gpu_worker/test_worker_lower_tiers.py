@@ -8,9 +8,9 @@ import torch
 
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.kv.lower_tiers import open_lower_tiers
-from gpu_worker.loading import rates
-from gpu_worker.loading.source import open_model
+from gpu_worker.loading import measure
+from gpu_worker.loading.kv_tiers import open_lower_tiers
+from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 from rpc.settings import parse_settings
@@ -89,7 +89,7 @@ def test_lossless_tiers_give_back_each_bit(open_tiers, codec):
 def test_quantized_kv_comes_back_bit_for_bit(open_tiers, codec, dtypes):
     pool, _, tiers = open_tiers(dtypes=dtypes, disk_kv_codec=codec, kv_checksum=True)
     assert (tiers.num_host_blocks, tiers.num_disk_blocks) == (100, 200)
-    assert rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
+    assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     before = pool.blocks_as_bytes.random_(generator=torch.Generator().manual_seed(0)).clone()
     before[:, : pool.block_bytes // 2] = 7  # something to compress
     pool.blocks_as_bytes[:] = before
@@ -155,7 +155,7 @@ def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
 
 def test_the_disks_rate_is_measured_and_leaves_no_trace(open_tiers):
     pool, _, tiers = open_tiers(disk_kv_codec="zstd")
-    assert rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
+    assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     assert not pool.blocks_as_bytes.any()
     assert not tiers.disk_pool.has_news(99)
 
@@ -164,7 +164,7 @@ def test_a_disk_that_loses_what_is_stored_is_not_measured(open_tiers, monkeypatc
     pool, _, tiers = open_tiers()
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(OSError, match="0 of 10 KV blocks came back"):
-        rates.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
 
 
 def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):

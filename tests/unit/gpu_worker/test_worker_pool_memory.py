@@ -4,10 +4,9 @@ import pytest
 import torch
 from fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 
-from gpu_worker.memory import pool as pool_memory
-from gpu_worker.memory import sizing as memory
-from gpu_worker.memory.cuda_chunks import VirtualMemoryError
-from gpu_worker.memory.pool import open_pool_memory
+from gpu_worker.loading import kv_memory
+from gpu_worker.loading.kv_memory import open_pool_memory
+from gpu_worker.memory.elastic import VirtualMemoryError
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
@@ -21,12 +20,12 @@ def settings(**changes):
 
 
 def test_a_pool_can_be_grown_to_what_the_device_has(monkeypatch):
-    monkeypatch.setattr(memory, "device_total_bytes", lambda _: GIB)
+    monkeypatch.setattr(kv_memory, "device_total_bytes", lambda _: GIB)
     assert len(open_pool_memory(settings(), 4, BLOCK_BYTES, CPU).bytes) == GIB
 
 
 def test_a_cpu_that_counts_addresses_as_memory_has_a_pool_of_a_fixed_size(monkeypatch):
-    monkeypatch.setattr(memory, "device_total_bytes", lambda _: 2**62)
+    monkeypatch.setattr(kv_memory, "device_total_bytes", lambda _: 2**62)
     assert open_pool_memory(settings(), 4, 2**40, CPU) is None
 
 
@@ -79,7 +78,7 @@ def test_what_a_gpu_lacks_to_be_resized_is_named(monkeypatch):
     def load_driver():
         raise VirtualMemoryError("it needs the package cuda-bindings")
 
-    monkeypatch.setattr(pool_memory, "load_driver", load_driver)
+    monkeypatch.setattr(kv_memory, "load_driver", load_driver)
     with pytest.raises(ModelError, match=r"max-kv-memory-gb is 1.0: it needs the package"):
         open_pool_memory(settings(max_kv_memory_gb=1), 4, BLOCK_BYTES, CUDA)
 
@@ -87,7 +86,7 @@ def test_what_a_gpu_lacks_to_be_resized_is_named(monkeypatch):
 def test_a_gpus_pool_is_mapped_by_its_driver(monkeypatch):
     budget = Budget(GIB)
     driver = FakeCudaDriver(budget)
-    monkeypatch.setattr(pool_memory, "load_driver", lambda: driver)
-    monkeypatch.setattr(pool_memory, "CudaChunks", lambda it, _, size: HostChunks(it, size))
+    monkeypatch.setattr(kv_memory, "load_driver", lambda: driver)
+    monkeypatch.setattr(kv_memory, "CudaChunks", lambda it, _, size: HostChunks(it, size))
     opened = open_pool_memory(settings(max_kv_memory_gb=0.01), 4, BLOCK_BYTES, CUDA)
     assert budget.used_bytes == opened.num_bytes == 4 * BLOCK_BYTES

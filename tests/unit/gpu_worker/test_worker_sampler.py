@@ -10,9 +10,9 @@ from sampling_reference import (
 
 from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.sampling.sampled import Readback
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
-from gpu_worker.step.readback import Readback
 
 CPU = torch.device("cpu")
 EOS = (2, 7)

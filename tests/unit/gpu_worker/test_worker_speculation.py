@@ -8,7 +8,7 @@ from test_worker_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.speculative.model import ModelDrafter
+from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import StepInput
 

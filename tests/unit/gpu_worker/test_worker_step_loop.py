@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from contract.errors import InvalidArgumentError, UnavailableError
+from gpu_worker.loop import StepLoop
 from gpu_worker.service.holdings import Holdings
-from gpu_worker.step.loop import StepLoop
 from gpu_worker.step.messages import StepInput, StepOutput
 
 pytestmark = pytest.mark.timeout(120)
@@ -144,7 +144,7 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
         naps.append(seconds)
         is_over.wait()
 
-    monkeypatch.setattr("gpu_worker.step.loop.time.sleep", nap)
+    monkeypatch.setattr("gpu_worker.loop.time.sleep", nap)
     executor.max_in_flight, executor.head_start_s = 1, 0.5
     first, second = loop.submit(0, StepInput(1, 0)), loop.submit(0, StepInput(2, 0))
     await executor.saw(("launch", 1))
@@ -235,7 +235,7 @@ async def test_a_loop_that_has_ended_is_a_problem():
 
 
 async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypatch):
-    monkeypatch.setattr("gpu_worker.step.loop._STUCK_S", 0.0)
+    monkeypatch.setattr("gpu_worker.loop._STUCK_S", 0.0)
     step = loop.submit(0, StepInput(1, 0))
     await executor.saw(("launch", 1))
     assert "a step has taken" in loop.problem()
@@ -284,7 +284,7 @@ async def test_nobody_waits_for_a_loop_that_failed():
 
 
 async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypatch):
-    monkeypatch.setattr("gpu_worker.step.loop._STOP_S", 0.05)
+    monkeypatch.setattr("gpu_worker.loop._STOP_S", 0.05)
     executor.max_in_flight = 1  # so that the loop collects the step at once
     loop = StepLoop(executor, asyncio.get_running_loop())
     await loop.attach(0)

@@ -8,8 +8,8 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
+from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.rows import ScheduledRows
-from gpu_worker.step.split import TokenLimit, halves
 
 LIMITS = Limits(
     max_num_seqs=6,

@@ -15,18 +15,17 @@ from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.slot import ModelSlot
-from gpu_worker.memory import pool as pool_memory
-from gpu_worker.memory import sizing as memory
+from gpu_worker.loading import kv_memory
+from gpu_worker.loading.model_slot import ModelSlot
+from gpu_worker.loop import StepLoop
 from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
-from gpu_worker.models.decoder import Decoder
-from gpu_worker.models.fallback.model import TransformersModel
-from gpu_worker.service.adapters import AdapterServicer
+from gpu_worker.models.llama import Decoder
+from gpu_worker.models.transformers_model import TransformersModel
+from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.loop import StepLoop
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -36,7 +35,7 @@ from quire.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.channel import open_channel
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
@@ -263,13 +262,15 @@ async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeyp
             raise OutOfMemoryError("1 byte more is needed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pool_memory.ElasticMemory, "__init__", no_room)
+            patch.setattr(kv_memory.ElasticMemory, "__init__", no_room)
             code, details = await refusal(worker.load())
         assert code == "FAILED_PRECONDITION"
         assert "1 byte more is needed" in details
         with monkeypatch.context() as patch:
-            patch.setattr(memory, "available_bytes", lambda: 1)
-            patch.setattr("gpu_worker.loading.part._num_blocks", lambda *_: memory.blocks_in(1, 2))
+            patch.setattr(kv_memory, "available_bytes", lambda: 1)
+            patch.setattr(
+                "gpu_worker.loading.rank_model._num_blocks", lambda *_: kv_memory.blocks_in(1, 2)
+            )
             assert (await refusal(worker.load()))[0] == "FAILED_PRECONDITION"
         assert (await worker.attach()).is_unloaded
         assert (await worker.load())[-1].is_done

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.step.upload import _upload_together, packed_bytes, upload, upload_into
+from gpu_worker.memory.transfer import packed_bytes, upload, upload_into
 
 CPU = torch.device("cpu")
 ARRAYS = [
@@ -19,10 +19,7 @@ def into_a_buffer(arrays, device):
     return upload_into(torch.zeros(packed_bytes(arrays), dtype=torch.uint8, device=device), arrays)
 
 
-@pytest.mark.parametrize(
-    "send",
-    [upload, into_a_buffer, lambda arrays, device: _upload_together(arrays, device, pin=False)],
-)
+@pytest.mark.parametrize("send", [upload, into_a_buffer])
 def test_what_arrives_is_what_was_sent(send):
     tensors = send(ARRAYS, CPU)
     for tensor, array in zip(tensors, ARRAYS, strict=True):
@@ -31,7 +28,7 @@ def test_what_arrives_is_what_was_sent(send):
 
 
 def test_arrays_that_travel_together_are_aligned_copies():
-    tensors = _upload_together(ARRAYS, CPU, pin=False)
+    tensors = into_a_buffer(ARRAYS, CPU)
     assert all(tensor.storage_offset() * tensor.element_size() % 16 == 0 for tensor in tensors)
     tensors[0][0] = 99
     assert ARRAYS[0][0] == 0

@@ -127,7 +127,7 @@ class DriverOfResizes(Driver):
         if self.core.load().num_blocks == least:
             self.worker.resize(most)
             self.core.resize(most)
-        elif self.core.is_shrunk:
+        elif self.core.resizing.is_shrunk:
             self.worker.resize(self.more_dice.choice([least, most]))
             self.num_shrunk += self.worker.num_blocks == least
             self.core.resize(self.worker.num_blocks)

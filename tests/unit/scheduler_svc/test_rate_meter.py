@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from scheduler_svc.core.limits import Rates
 from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.core.tiers.rates import Rates
-from scheduler_svc.pacing.rate_meter import RateMeter
+from scheduler_svc.observers.rate_meter import RateMeter
 
 NOTHING = np.array([], np.int32)
 

@@ -286,7 +286,7 @@ class DriverOfMoves(Driver):
             self.move()
 
     def move(self):
-        seqs = sorted(self.core._live, key=lambda seq: seq.seq_id)
+        seqs = sorted(self.core.live, key=lambda seq: seq.seq_id)
         if not seqs:
             return
         request = self.dice.choice(seqs).request
@@ -300,7 +300,7 @@ class DriverOfMoves(Driver):
             self.core.end_export(export.export_id, leaves=False)
             return
         leaves = self.dice.random() < 0.7
-        while self.core.last_answered < max(export.ready_step, room.ready_step):
+        while self.core.steps.last_answered < max(export.ready_step, room.ready_step):
             Driver.schedule(self)
             self.update()
         held = [self.worker.host[block] for block in export.moved.host_block_ids]
@@ -314,7 +314,7 @@ def test_a_run_in_which_requests_move_replays_the_same(tmp_path):
     with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
         driver = DriverOfMoves(core, seed=3)
         driver.run(400)
-    assert core._num_moves > 20
+    assert core.moves._num_begun > 20
     (path,) = tmp_path.iterdir()
     with path.open("rb") as file:
         result = replay(file)

@@ -150,7 +150,7 @@ async def test_bug_in_reading_ends_the_stream_with_an_error(folder, worker, conn
 
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
-        monkeypatch.setattr("scheduler_svc.routers.service.request_from_proto", fail)
+        monkeypatch.setattr("scheduler_svc.service.request_from_proto", fail)
         await router.submit(0, [1, 2])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router.read()

@@ -8,8 +8,8 @@ import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
-from gpu_worker.loading.source import open_model
-from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput

@@ -14,8 +14,9 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpu_worker.loading.worker_model import refuse_adapters
 from gpu_worker.lora.adapter_id import AdapterId
-from gpu_worker.service.adapters import AdapterServicer, refuse_adapters
+from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.sampling_wire import adapter_from_proto
 from gpu_worker.service.worker_info import WorkerInfo

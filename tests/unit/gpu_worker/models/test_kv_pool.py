@@ -7,8 +7,8 @@ import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import block_bytes
-from gpu_worker.loading.source import open_model
 from gpu_worker.memory.elastic import ElasticMemory
+from gpu_worker.models.registry import open_model
 from tests.unit.gpu_worker.fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.quantize import FORMS, write
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.checkpoint import Piece
 from gpu_worker.weights.json_fields import JsonFields, ModelError
-from gpu_worker.weights.packed_maps import PackedMaps
-from gpu_worker.weights.packed_weight import (
+from gpu_worker.weights.packed_maps import (
+    PackedMaps,
     cut_weight,
     dequantize_fp8,
     fp8_tensors,

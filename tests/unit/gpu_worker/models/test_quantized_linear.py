@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import (
     Quantization,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load
 

@@ -3,16 +3,15 @@
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import News, StepOutcome, StepPlan
+from scheduler_svc.core.plan import StepEvents, StepOutcome, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
 ROUTER = SourceId(0)
 
 
-def make_core(num_blocks: int = 16, **overrides) -> Replica:
+def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
     settings = {
         "block_size": 4,
         "max_num_seqs": 8,
@@ -20,7 +19,7 @@ def make_core(num_blocks: int = 16, **overrides) -> Replica:
         "max_model_len": 64,
         "watermark": 0.0,
     }
-    return Replica(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
 def submit(
@@ -50,7 +49,7 @@ def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
 
 def answer(
     core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
-) -> News:
+) -> StepEvents:
     """Each of `rows` sampled token 7; `disk` has ends of disk moves, by the outcome's fields."""
     outcome = StepOutcome(
         plan.step_id,

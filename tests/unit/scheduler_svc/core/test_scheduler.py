@@ -115,11 +115,11 @@ def test_cached_blocks_without_enough_free_ones_are_not_taken():
     answer(core, first, 0)
     submit(core, 1, [1] * 8 + [2] * 6, max_tokens=2)  # two found, two more needed, two free
     submit(core, 2, [5], max_tokens=1)
-    before = [core._pool.ref_count(block) for block in range(4)]
+    before = [core.pool.ref_count(block) for block in range(4)]
     plan = schedule(core)  # sequence 0 takes one of the two free blocks to grow
     assert grown(plan) == {0: 2}
     assert not plan.new_sequences, "first come, first served: 2 does not overtake 1"
-    assert [core._pool.ref_count(block) for block in range(4)] == [*before[:2], 1, 0]
+    assert [core.pool.ref_count(block) for block in range(4)] == [*before[:2], 1, 0]
 
 
 def test_the_watermark_keeps_room_for_the_running_to_grow():
@@ -161,7 +161,7 @@ def test_siblings_share_the_prompt_and_copy_its_last_block():
     assert chunks(second) == {1: 1, 2: 1}
     assert second.copy_src_block_ids.tolist() == [1, 1]
     assert second.copy_dst_block_ids.tolist() == [2, 3]
-    assert core._pool.ref_count(0) == 3
+    assert core.pool.ref_count(0) == 3
 
 
 def test_a_sibling_takes_over_when_the_first_is_cancelled():

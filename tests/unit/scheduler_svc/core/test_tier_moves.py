@@ -20,7 +20,7 @@ def make_tier(**overrides):
 
 
 def send(tier, step=1):
-    draft = PlanDraft(StepId(step), 0.0, 0, 64)
+    draft = PlanDraft(StepId(step), 0.0, 0)
     tier.send(draft)
     return draft
 
@@ -181,7 +181,7 @@ def test_what_is_not_to_be_trusted_is_not_found_when_its_store_ends():
     tier.forget([HASH])
     end_of_store(tier, disk)
     assert tier.disk.pool.find([HASH]) == []
-    assert tier.disk.pool.num_blank == 4
+    assert tier.disk.pool.num_free == 4
 
 
 def test_what_is_not_to_be_trusted_is_not_found_when_its_load_ends():
