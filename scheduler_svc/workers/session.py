@@ -275,6 +275,10 @@ class Session:
     async def work(self) -> None:
         """Schedule steps, send them and apply their results until the worker is lost.
 
+        The loop never waits for a particular step. Each turn applies posted commands and received
+        results, then sends steps as long as fewer than `MAX_STEPS_IN_FLIGHT` are in flight and the
+        pacer says that the next one is due; then it sleeps until `wake` is set.
+
         Raises:
             UnavailableError: It is lost; call `end`.
             BrokenInvariantError: A bug; going on could corrupt an output.
