@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 from scheduler_svc.core.sequence import Sequence
 
 

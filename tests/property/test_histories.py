@@ -8,10 +8,10 @@ from random import Random
 
 from hypothesis import settings
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.pressure import MemoryLevel
 from tests.property.test_scheduler import SchedulerMachine
 from tests.property.transitions import ALL, OF_MOVES, Transition, recorded_transitions
 
