@@ -429,23 +429,26 @@ class Scheduler:
         """Start waiting sequences, in order, as long as there are tokens, rows and blocks.
 
         A long prompt that may not start yet is overtaken, by short ones only. What becomes of a
-        sequence's known tokens, block by block from its first; all ranges are half-open:
+        sequence's known tokens, block by block; the ranges are half-open, `[start, end)`:
 
-            0 ........... ready ......... loading ....... found ........ step .......... known
-            | found on    | found on      | found on      | computed in  | computed in   |
-            | the device  | the host,     | the host      | this step    | later steps   |
-            |             | on its way    |               |              |               |
-            | shared:     | shared: ref   | own: a swap-  | own: written | own: written  |
-            | ref count   | count + 1;    | in copies     | by the step; | later; taken  |
-            | + 1         | another's     | them, before  | full blocks  | now, so that  |
-            |             | swap-in fills | it computes   | published    | it can finish |
-            |             | them          |               | at once      | its prompt    |
+        start  0              ready           found            disk            step
+        end    ready          found           disk             step            all known
+               | on the       | on the        | on the         | computed      | computed in   |
+               | device       | host          | disk           | in this step  | later steps   |
+        owner  | shared: one  | own blocks,   | the sequence   | own blocks    | own blocks,   |
+               | more holder  | or shared     | holds the host |               | taken now: it |
+               |              | with another  | blocks loaded  |               | can finish    |
+               |              | that swaps in | for it         |               | its prompt    |
+        fate   | read in      | swapped in    | loaded first,  | published     | published     |
+               | place        | by this step; | while FETCHING | as soon as    | when computed |
+               |              | it computes   | and out of the | planned       |               |
+               |              | in the next   | queue; then    |               |               |
+               |              |               | on the host    |               |               |
 
-        A prefix that the disk has is not in the drawing: it is loaded to the host first, while the
-        sequence is FETCHING, and found there the next time. A SWAPPED sequence has its KV in host
-        blocks of its own, up to `found` in the middle of a block; what of it the device's prefix
-        cache has still, it shares. At least the last known token is computed: the step samples from
-        its logits.
+        What the disk cannot give, or the host has no room for, is computed. A SWAPPED sequence has
+        its KV in host blocks of its own, `found` in the middle of a block perhaps; what the device's
+        prefix cache still has of it, it shares. At least the last known token is computed: the step
+        samples from its logits.
         """
         block_size = self.config.block_size
         may_be_long = True
