@@ -446,7 +446,7 @@ class Scheduler:
                |              |               | on the host    |               |               |
 
         What the disk cannot give, or the host has no room for, is computed. A SWAPPED sequence has
-        its KV in host blocks of its own, `found` in the middle of a block perhaps; what the device's
+        its KV in host blocks of its own, the last perhaps partial; what the device's
         prefix cache still has of it, it shares. At least the last known token is computed: the step
         samples from its logits.
         """
