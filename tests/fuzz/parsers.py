@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -50,23 +53,15 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.journal.core_calls import (
-    Cancel,
-    CoreOrigin,
-    Defragment,
-    End,
-    Resize,
-    Schedule,
-    SetMemoryLevel,
-    Shrink,
-    Submit,
-    Update,
-)
-from scheduler_svc.journal.frames import MAGIC, RecordingError, to_frame
-from scheduler_svc.journal.recording_wire import (
-    call_to_payload,
-    end_to_payload,
-    origin_to_payload,
+from scheduler_svc.journal.entries import (
+    FORMAT_VERSION,
+    MAGIC,
+    Entry,
+    Origin,
+    RecordingError,
+    decode_arguments,
+    encode_entry,
+    encode_origin,
     read_recording,
 )
 from scheduler_svc.wire.reports import kv_query_from_proto
@@ -269,19 +264,19 @@ def _recording_payloads() -> list[bytes]:
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
     assert isinstance(plan, Plan)
-    outcome = Result(plan.step_id, ints([0]), ints([7]))
-    return [
-        origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
-        call_to_payload(Submit(request, 1.0), None, ""),
-        call_to_payload(Schedule(1.0, None), plan, ""),
-        call_to_payload(Update(outcome, 2.0), None, ""),
-        call_to_payload(Cancel(SourceId(0), (SeqKey(1),)), None, ""),
-        call_to_payload(Defragment(), None, ""),
-        call_to_payload(Shrink(4), None, ""),
-        call_to_payload(Resize(4), None, ""),
-        call_to_payload(SetMemoryLevel(MemoryLevel.WARNING), None, ""),
-        end_to_payload(End("over")),
+    result = Result(plan.step_id, ints([0]), ints([7]))
+    frames = [
+        encode_origin(Origin(FORMAT_VERSION, "0", "w", 1, 1.0, asdict(_CORE)))[len(MAGIC) :],
+        encode_entry("submit", {"request": request, "now": 1.0}, 1.0),
+        encode_entry("schedule", {"now": 1.0}, 1.0, plan),
+        encode_entry("update", {"outcome": result}, 2.0),
+        encode_entry("cancel", {"source": 0, "seq_keys": (1,)}, 2.0),
+        encode_entry("defragment", {}, 2.0),
+        encode_entry("shrink", {"num_blocks": 4}, 2.0),
+        encode_entry("set_memory_level", {"level": MemoryLevel.WARNING}, 2.0),
+        encode_entry("", {}, 0.0, raised="over"),
     ]
+    return [frame[_FRAME_HEAD:] for frame in frames]
 
 
 def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
@@ -290,8 +285,14 @@ def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
     check_holdings(holdings_from_proto([message, message]), info)
 
 
+_FRAME_HEAD = 8
 _PAYLOADS = _recording_payloads()
-_JSON_PARTS = [b"[]", b"null", b"{}", b'{"a":1}', b"1", b'"x"', b"[" * 3000, b"", b"nonsense"]
+_PARTS = [b"\x90", b"\xc0", b"\x80", b"\xa3|O8", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b""]
+"""MessagePack: an array, nil, a map, a dtype of objects, an array that announces too much, ..."""
+
+
+def _frame(payload: bytes) -> bytes:
+    return struct.pack("<II", len(payload), crc32(payload)) + payload
 
 
 @st.composite
@@ -300,18 +301,15 @@ def _recordings(draw: st.DrawFn) -> bytes:
     payloads = [_PAYLOADS[0], *draw(st.lists(st.sampled_from(_PAYLOADS[1:]), max_size=4))]
     if draw(st.booleans()):
         place = draw(st.integers(0, len(payloads) - 1))
-        payloads[place] = draw(st.sampled_from(examples.recording_payloads(payloads[place])))
-    if draw(st.booleans()):
-        place = draw(st.integers(0, len(payloads) - 1))
-        payloads[place] = draw(_patched(payloads[place], _JSON_PARTS))
-    data = MAGIC + b"".join(map(to_frame, payloads))
+        payloads[place] = draw(_patched(payloads[place], _PARTS))
+    data = MAGIC + b"".join(map(_frame, payloads))
     return draw(_patched(data, [b"\xff\xff\xff\xff"])) if draw(st.booleans()) else data
 
 
 def _recording(data: bytes) -> None:
-    _, entries = read_recording(io.BufferedReader(io.BytesIO(data)))
-    for _ in entries:
-        pass
+    for entry in read_recording(io.BufferedReader(io.BytesIO(data))).entries:
+        if isinstance(entry, Entry) and entry.call:
+            decode_arguments(entry)
 
 
 TARGETS = (
