@@ -6,8 +6,6 @@ size when it is attached again.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import structlog
 
@@ -35,21 +33,22 @@ class OngoingResize:
         self._num_before = session.load().num_blocks
         self._num_blocks = num_blocks
         self._is_less = num_blocks < self._num_before
-        with _refusals():
+        try:
             if self._is_less:
                 session.call(lambda core: core.shrink(num_blocks))
             else:
                 session.call(lambda core: core.resizing.check(num_blocks))
+        except ResizeRefusedError as error:
+            raise FailedPreconditionError(str(error)) from None
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> ResizeProgress:
         """Return how far it is."""
-        num_leaving = 0 if self.task.done() else self._num_leaving()
+        num_leaving = 0
+        if not self.task.done():
+            num_leaving = self._session.call(lambda core: core.resizing.num_leaving_blocks)
         block_bytes = self._session.info.block_bytes
         return ResizeProgress(self._num_before, self._num_blocks, num_leaving, block_bytes)
-
-    def _num_leaving(self) -> int:
-        return self._session.call(lambda core: core.resizing.num_leaving_blocks)
 
     async def _run(self) -> None:
         who = {"worker": self._worker, "before": self._num_before, "num_blocks": self._num_blocks}
@@ -130,11 +129,3 @@ def _num_blocks(size: WantedSize, worker: str, block_bytes: int) -> int:
                     f"is {num_bytes}; worker {worker} does not say how large a block is",
                 )
             return num_bytes // block_bytes
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except ResizeRefusedError as error:
-        raise FailedPreconditionError(str(error)) from None
