@@ -17,7 +17,7 @@ from tests.mutation.trial import Trial, Verdict
 
 ROOT = Path(__file__).parents[2]
 CORE = Path("scheduler_svc/core")
-NOT_BLOCK_SPACE = {"limits", "accounts", "config", "errors", "invariants", "rates", "request"}
+NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
 """What the core is told and tells, what it is tested with, and what it counts for others."""
 FOLDERS = ("contract", "scheduler_svc", "quire", "rpc", "tests")
 TESTS = (
