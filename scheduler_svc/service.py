@@ -150,12 +150,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         roster, wanted = self._fleet.roster, request.query.worker
         unloaded = roster.unloaded(wanted)
         sessions = roster.attached(wanted) if not (wanted and unloaded) else {}
-        told = [
+        activities = [
             activity_to_proto(worker, it.step_log, it.load(), it.space(), query)
             for worker, it in sessions.items()
         ]
         return scheduler_pb2.DescribeSchedulerActivityResponse(
-            workers=[*told, *map(unloaded_to_proto, unloaded)]
+            workers=[*activities, *map(unloaded_to_proto, unloaded)]
         )
 
     async def Migrate(  # noqa: N802
