@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from fake_model import FakeModel, FakePool, continue_greedily, next_token
-from test_worker_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 from contract.step import Plan
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
+from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 CPU = torch.device("cpu")
 NUM_GUESSES = 3

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from fake_model import FakeModel, FakePool, continue_greedily
-from test_worker_executor import GREEDY, LIMITS, ints, new_row
 
 from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
@@ -12,6 +11,7 @@ from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.rows import Rows
+from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, ints, new_row
 
 CPU = torch.device("cpu")
 

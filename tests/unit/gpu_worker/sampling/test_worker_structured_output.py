@@ -11,7 +11,7 @@ from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.sampling.sampler import Sampler
 
-TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
+TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
 VOCAB = 4096
 EOS = 1
 CPU = torch.device("cpu")
