@@ -15,7 +15,7 @@ from scheduler_svc.journal.replay_report import describe, describe_plan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire replay`; give the exit code: 1 if a plan differs."""
+    """Run `quire replay`; return the exit code: 1 if a plan differs."""
     settings = parse_settings(ReplaySettings, "quire replay", argv)
     if settings.policy:
         return _study(settings)
