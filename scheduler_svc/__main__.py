@@ -14,11 +14,11 @@ from scheduler_svc.settings import SchedulerSettings
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""A newer scheduler has taken over: starting again would take over from it."""
+"""A newer scheduler has taken over; restarting this one would take over from it."""
 
 
 def main() -> None:
-    """Run until told to stop."""
+    """Run until SIGTERM or SIGINT."""
     settings = parse_settings(SchedulerSettings, "quire-scheduler")
     observe("scheduler", settings)
     try:

@@ -1,4 +1,4 @@
-"""Draws from logits as they are, in plain torch: the twin of `kernels.cpu.ops.draw`.
+"""Draws from logits as they are, in plain torch: the twin of `draw` in `kernels.cpu.ops`.
 
 Symbols: `S` sequences, `N` of them that draw, `V` vocabulary.
 """
@@ -9,7 +9,7 @@ import torch
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """As `kernels.cpu.ops.draw.draw`."""
+    """Draw a token for some rows: int64[N], as `kernels.cpu.ops.draw` says."""
     chosen = logits.index_select(0, places)
     largest = chosen.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     weights = ((chosen - largest) / temperature.unsqueeze(1)).exp()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.ops.draw import draw
+from kernels.cpu.ops import draw
 from kernels.reference.draw import draw as twin
 from tests.kernels.tensors import far_apart, strided
 
