@@ -31,7 +31,6 @@ _POLL_S: Final = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire bench`; return the exit code."""
     settings = parse_settings(BenchSettings, "quire bench", argv)
     console = Console(highlight=False)
     if settings.profile is not None:

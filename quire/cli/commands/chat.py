@@ -15,7 +15,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire chat`; return the exit code."""
     settings = parse_settings(ChatSettings, "quire chat", argv)
     beginning = [ChatMessage("system", settings.system)] if settings.system else []
     messages = list(beginning)

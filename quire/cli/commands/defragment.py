@@ -14,7 +14,6 @@ _TIMEOUT_S: Final = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire defragment`; return the exit code."""
     settings = parse_settings(DefragmentSettings, "quire defragment", argv)
     with scheduler_channel(settings, _DEFAULT_TARGET) as channel:
         stub = SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]

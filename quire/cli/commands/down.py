@@ -15,7 +15,6 @@ _POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire down`; return the exit code."""
     settings = parse_settings(DownSettings, "quire down", argv)
     chosen = _choose(settings)
     for service in chosen:

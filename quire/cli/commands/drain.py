@@ -15,7 +15,6 @@ from rpc.status import status_to_error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire drain`; return the exit code."""
     settings = parse_settings(DrainSettings, "quire drain", argv)
     with connection_errors(settings.target):
         _drain(settings)

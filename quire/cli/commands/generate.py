@@ -12,7 +12,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire generate`; return the exit code."""
     settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     target = find_target(settings.target)

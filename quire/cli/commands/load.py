@@ -13,7 +13,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire load`; return the exit code."""
     settings = parse_settings(LoadSettings, "quire load", argv)
     display = make_display()
     ends: list[str] = []

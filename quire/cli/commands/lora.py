@@ -11,7 +11,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire lora`; return the exit code."""
     settings = parse_settings(LoraSettings, "quire lora", argv)
     with scheduler_channel(settings) as channel:
         stub = AdapterServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -13,7 +13,6 @@ _GIB: Final = 1024**3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire resize`; return the exit code."""
     settings = parse_settings(ResizeSettings, "quire resize", argv)
     last_line = ""
     with scheduler_channel(settings) as channel:

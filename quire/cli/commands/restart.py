@@ -17,7 +17,6 @@ _POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire restart`; return the exit code."""
     settings = parse_settings(RestartSettings, "quire restart", argv)
     service = _choose(settings)
     for process in _chosen(service, settings.names):

@@ -23,7 +23,6 @@ _PROBE_TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire status`; return the exit code."""
     settings = parse_settings(StatusSettings, "quire status", argv)
     console = Console(highlight=False)
     if settings.target:

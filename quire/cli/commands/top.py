@@ -28,7 +28,6 @@ _QUIT_KEYS: Final = b"qQ\x03\x04"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire top`; return the exit code."""
     settings = parse_settings(TopSettings, "quire top", argv)
     target = find_target(settings.target)
     service = _find_service(target)

@@ -11,7 +11,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire unload`; return the exit code."""
     settings = parse_settings(UnloadSettings, "quire unload", argv)
     with scheduler_channel(settings) as channel:
         stub = LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
