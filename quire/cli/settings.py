@@ -113,14 +113,6 @@ class StatusSettings(RouterClientSettings):
     """A router elsewhere: host:port, or unix:/path; empty: the services on this machine."""
 
 
-class DefragmentSettings(LinkSettings):
-    """Defragment the KV pool of each worker while it keeps working: move held blocks together."""
-
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
-    this machine, else 127.0.0.1:50052."""
-
-
 class KvSettings(RouterClientSettings):
     """Show who holds which KV blocks: a map of each worker's tiers, and its live sequences."""
 
@@ -163,6 +155,14 @@ class SchedulerClientSettings(LinkSettings):
     scheduler: str = ""
     """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
     this machine."""
+
+
+class DefragmentSettings(SchedulerClientSettings):
+    """Defragment the KV pool of each worker while it keeps working: move held blocks together."""
+
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
+    this machine, else 127.0.0.1:50052."""
 
 
 class ResizeSettings(SchedulerClientSettings):
