@@ -149,7 +149,7 @@ class StepLoop:
         self._jobs.put(_Stop())
         await asyncio.to_thread(self._thread.join, _STOP_S)
         if self._thread.is_alive():
-            _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
+            _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
         del self._executor  # others may still hold this loop, but no memory
         return True
@@ -209,7 +209,7 @@ class StepLoop:
         try:
             self._executor.close()
         except Exception as error:  # noqa: BLE001 - the device may have failed
-            _log.warning("what the steps had is not closed in order", exc_info=error)
+            _log.warning("closing the executor failed", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
         """Fail all pending and queued jobs, until `stop`."""

@@ -69,12 +69,12 @@ class LeadingExecutor:
     def resize_pool(self, num_blocks: int) -> None:
         """Refuse: each rank has a pool of its own."""
         raise UnimplementedError(
-            f"num_blocks is {num_blocks}: a pool that is in parts on several devices is not resized"
+            f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
         """Refuse: each rank would need its part."""
-        raise UnimplementedError("a model that is in parts on several devices has no adapters")
+        raise UnimplementedError("a model on several devices cannot have adapters")
 
     def remove_adapter(self, number: int) -> None:
         """There are no adapters."""

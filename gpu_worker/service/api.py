@@ -273,13 +273,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         # run by now. Epoch and format are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
-                f"KV is wanted of worker instance {request.instance_id:#x}; "
+                f"KV is requested from worker instance {request.instance_id:#x}; "
                 f"this is {info.worker_id}, instance {info.instance_id:#x}"
             )
         attachment = self._attachments.of(request.epoch)
         if request.kv_format != info.kv_format:
             raise FailedPreconditionError(
-                f"KV is wanted as {request.kv_format}; this worker has {info.kv_format}"
+                f"KV is requested as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
         async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
@@ -396,7 +396,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def _require_whole_blocks(info: WorkerInfo) -> None:
     if not info.takes_kv:
         raise UnimplementedError(
-            f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
+            f"{info.worker_id} does not transfer KV: each block is split over several devices"
         )
 
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
@@ -30,7 +31,7 @@ from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
-from gpu_worker.step.model_runner import Decoder, forward
+from gpu_worker.step.model_runner import forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 
@@ -224,7 +225,7 @@ def load_draft_model(
         model_directory
     ):
         raise ModelError(
-            f"draft-model is {directory}; its tokens must be those of {model_directory.name}"
+            f"draft-model is {directory}; its vocabulary must be that of {model_directory.name}"
         )
     if config.max_model_len < limits.max_model_len:
         raise ModelError(

@@ -20,6 +20,7 @@ from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
+from gpu_worker.models.attention import Decoder
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
@@ -39,7 +40,7 @@ from gpu_worker.step.messages import (
     StepOutput,
     TokenLogprob,
 )
-from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.model_runner import ModelRunner
 from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
