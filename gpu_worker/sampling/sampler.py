@@ -100,7 +100,7 @@ class Sampler:
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
-            raw_logprobs = logits.index_select(0, index).log_softmax(1)
+            raw_logprobs = logits.index_select(0, index).log_softmax(1)  # [L, V]
         penalized = np.nonzero(table.has_penalties[rows])[0]
         slots = None
         if len(penalized):
@@ -182,7 +182,7 @@ class Sampler:
         if not len(places):
             return
         ends = self.table.end_token_ids[rows[places]]
-        which, column = np.nonzero(ends != NO_TOKEN)
+        which, column = np.nonzero(ends != NO_TOKEN)  # of each end token
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
@@ -238,8 +238,8 @@ class Sampler:
     ) -> torch.Tensor:
         """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
         table = self.table
-        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
-        uniform = uniforms(table.seed[rows], positions)
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
+        uniform = uniforms(table.seed[rows], positions)  # [len(rows)]
         is_cut = table.is_cut[rows]
         if not is_cut.any():
             return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
@@ -269,8 +269,8 @@ class Sampler:
         table = self.table
         # Subtracting the maximum first keeps every temperature from overflowing. It is -inf if all
         # tokens are suppressed.
-        scaled = logits.index_select(0, places)
-        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = logits.index_select(0, places)  # [len(places), V]
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)  # [len(places), 1]
         scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
         weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])

@@ -86,14 +86,14 @@ class ModelDrafter:
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
         """Compute tokens that rows gained without guesses, at most a step's worth in total."""
         self._take_in_guesses(rows, drafting)
-        starts = self._num_computed[drafting]
+        starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
         lags = num_left > self._num_draft_tokens + 1
         if not lags.any():
             return ~lags
         wanted = np.where(lags, num_left - 1, 0)  # `guess` computes the last token
         room = self._limits.max_num_batched_tokens - (np.cumsum(wanted) - wanted)
-        lens = np.minimum(wanted, np.maximum(room, 0))
+        lens = np.minimum(wanted, np.maximum(room, 0))  # [N]
         (some,) = np.nonzero(lens)
         chunk = drafting[some]
         self._forward(rows, _scheduled(rows, chunk, starts[some], lens[some], samples=False))
@@ -130,12 +130,12 @@ class ModelDrafter:
     def _take_in_guesses(self, rows: Rows, drafting: Int64Array) -> None:
         """Count computed guesses that turned out right as computed."""
         starts = self._num_computed[drafting]
-        distances = np.arange(self._num_draft_tokens - 1)
+        distances = np.arange(self._num_draft_tokens - 1)  # [K - 1]
         last = rows.token_ids.shape[1] - 1
         known = rows.token_ids[drafting[:, None], np.minimum(starts[:, None] + distances, last)]
         count = np.minimum(self._num_computed_guesses[drafting], rows.num_tokens[drafting] - starts)
         is_right = (known == self._computed_guesses[drafting]) & (distances < count[:, None])
-        num_right = np.cumprod(is_right, axis=1).sum(1)
+        num_right = np.cumprod(is_right, axis=1).sum(1)  # [N]
         # The last known token is always computed, to sample what follows it.
         num_computed = np.minimum(starts + num_right, rows.num_tokens[drafting] - 1)
         self._note_computed(rows, drafting, num_computed)

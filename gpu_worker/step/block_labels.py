@@ -234,8 +234,8 @@ class BlockLabels:
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Remove the labels of blocks that scheduled tokens are written to."""
-        firsts, offsets = np.divmod(scheduled.starts, self._block_size)
-        blocks = rows.block_tables[scheduled.rows, firsts]
+        firsts, offsets = np.divmod(scheduled.starts, self._block_size)  # [S]
+        blocks = rows.block_tables[scheduled.rows, firsts]  # [S]
         self.device.take(blocks)
         self._is_void[blocks[offsets == 0]] = False
         if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block

@@ -272,18 +272,19 @@ class Rows:
             self.block_tables[used, :width] = names[tables]
 
     def _schedule(self, step: StepInput) -> ScheduledRows:
-        (decoding,) = self.is_decoding.nonzero()
+        (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count
         if len(decoding) != step.num_decodes:
             raise BrokenInvariantError(
                 f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
                 f"{step.step_id}"
             )
+        # int64[C] each, for C chunks
         chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
         if len(chunk_rows):
             self._require_computable(chunk_rows, chunk_lens)
         decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
-        rows = np.concatenate([decodes, chunk_rows])
-        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])
+        rows = np.concatenate([decodes, chunk_rows])  # [S]
+        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])  # [S]
         if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
             raise InvalidArgumentError(
                 "chunk_lens",
@@ -291,14 +292,14 @@ class Rows:
                 f"{self._limits.max_num_batched_tokens}",
             )
         starts = self.num_computed[rows]
-        room = self.num_blocks[rows] * self._limits.block_size
+        room = self.num_blocks[rows] * self._limits.block_size  # [S], tokens
         _require(
             starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
         )
 
         # Ended rows keep counting: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
-        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
+        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]  # bool[C]
         sampled = chunk_rows[is_last]
         if not self._has_guesses:
             self.num_computed[decoding] += 1
