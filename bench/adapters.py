@@ -24,6 +24,7 @@ from harness.case import Results, Table, arguments, main
 from harness.turns import turns
 from safetensors.torch import save_file
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter import Adapter, adapted_maps
 from gpu_worker.lora.adapter_files import load_adapter
@@ -31,7 +32,6 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.input_batch import build_input_batch
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("cpu")

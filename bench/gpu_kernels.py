@@ -30,6 +30,7 @@ if "--cpu-smoke" in sys.argv:
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
+from harness.machine import machine_facts
 
 from kernels.tuning.timing import seconds_of
 
@@ -161,7 +162,8 @@ def _main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument("--json", "--out", dest="out", type=Path, help="where to write JSON")
+    parser.add_argument("--quick", action="store_true", help="five repeats of each case")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     parser.add_argument("--only", default="", help="cases whose kernel or shape contains this")
     given = parser.parse_args()
@@ -183,15 +185,14 @@ def _main() -> int:
         for case in all_cases(TINY if given.cpu_smoke else WHOLE)
         if given.only in f"{case.kernel} {case.shape}"
     ]
-    rows = run(
-        cases, device, ceilings, 1 if given.cpu_smoke else _REPEATS, lambda x: print(x, flush=True)
-    )
+    repeats = 1 if given.cpu_smoke else 5 if given.quick else _REPEATS
+    rows = run(cases, device, ceilings, repeats, lambda line: print(line, flush=True))
     failed = sum(row.error is not None for row in rows)
     print(f"{len(rows)} rows, {failed} failed, {time.perf_counter() - started:.0f} s")
     if given.out is not None:
         result = {
+            "machine": machine_facts(),
             "device": name,
-            "torch": torch.__version__,
             "is_measured": not given.cpu_smoke,
             "ceilings": asdict(ceilings),
             "rows": [asdict(row) for row in rows],

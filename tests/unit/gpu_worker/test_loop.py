@@ -2,18 +2,16 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from contract.errors import InvalidArgumentError, UnavailableError
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker.loop import StepLoop
-from gpu_worker.service.holdings import Holdings
-from gpu_worker.step.messages import StepInput, StepOutput
 
 pytestmark = pytest.mark.timeout(120)
 
-NONE = np.empty(0, np.int32)
 IDLE = 77
 """Has the executor below take a step for one that only waits for the disk."""
 
@@ -65,8 +63,8 @@ class FakeExecutor:
         if launched.error is not None:
             raise launched.error
         self._write(("collect", launched.step_id))
-        return StepOutput(
-            launched.step_id, NONE, NONE, NONE, NONE, (), 1, 0.5, head_start_s=self.head_start_s
+        return Result(
+            launched.step_id, num_computed_tokens=1, execute_s=0.5, head_start_s=self.head_start_s
         )
 
     def reset(self):
@@ -112,11 +110,11 @@ async def loop(executor):
 
 
 async def test_a_gpu_gets_the_next_step_before_the_one_before_is_done(executor, loop):
-    first = loop.submit(0, StepInput(1, 0))
+    first = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
-    second = loop.submit(0, StepInput(2, 0))
+    second = loop.submit(0, Plan(2, 0))
     await executor.saw(("launch", 2))
-    third = loop.submit(0, StepInput(3, 0))
+    third = loop.submit(0, Plan(3, 0))
     assert not first.done()
     executor.launched[1].finished.set()
     assert (await first).step_id == 1
@@ -129,7 +127,7 @@ async def test_a_gpu_gets_the_next_step_before_the_one_before_is_done(executor, 
 
 
 async def test_a_result_does_not_wait_for_the_next_step(executor, loop):
-    only = loop.submit(0, StepInput(1, 0))
+    only = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     executor.launched[1].finished.set()
     assert (await only).step_id == 1
@@ -146,7 +144,7 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
 
     monkeypatch.setattr("gpu_worker.loop.time.sleep", nap)
     executor.max_in_flight, executor.head_start_s = 1, 0.5
-    first, second = loop.submit(0, StepInput(1, 0)), loop.submit(0, StepInput(2, 0))
+    first, second = loop.submit(0, Plan(1, 0)), loop.submit(0, Plan(2, 0))
     await executor.saw(("launch", 1))
     executor.launched[1].finished.set()
     await first
@@ -159,11 +157,11 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
 
 
 async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_before(executor, loop):
-    first = loop.submit(0, StepInput(1, 0))
+    first = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     attached = asyncio.ensure_future(loop.attach(1))
     await asyncio.sleep(0)  # lets it start, so that it comes before the step below
-    late = loop.submit(0, StepInput(2, 0))
+    late = loop.submit(0, Plan(2, 0))
     executor.launched[1].finished.set()
     await attached
     assert (await first).step_id == 1
@@ -177,7 +175,7 @@ async def test_an_idle_step_is_answered_when_the_disk_has_done_something(
     executor, loop, max_in_flight
 ):
     executor.max_in_flight = max_in_flight
-    idle, behind = loop.submit(0, StepInput(1, IDLE)), loop.submit(0, StepInput(2, IDLE))
+    idle, behind = loop.submit(0, Plan(1, IDLE)), loop.submit(0, Plan(2, IDLE))
     await executor.saw(("launch", 2))
     assert not idle.done()
     executor.launched[1].finished.set()
@@ -190,37 +188,37 @@ async def test_an_idle_step_is_answered_when_the_disk_has_done_something(
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 async def test_an_idle_step_is_answered_when_one_behind_it_computes(executor, loop, max_in_flight):
     executor.max_in_flight = max_in_flight
-    idle = loop.submit(0, StepInput(1, IDLE))
+    idle = loop.submit(0, Plan(1, IDLE))
     await executor.saw(("launch", 1))
-    computing = loop.submit(0, StepInput(2, 0))
+    computing = loop.submit(0, Plan(2, 0))
     await idle
     executor.launched[2].finished.set()
     await computing
 
 
 async def test_attaching_does_not_wait_for_an_idle_step(executor, loop):
-    idle = loop.submit(0, StepInput(1, IDLE))
+    idle = loop.submit(0, Plan(1, IDLE))
     await executor.saw(("launch", 1))
     await loop.attach(1)
     assert idle.done()
 
 
 async def test_stopping_does_not_wait_for_an_idle_step(executor, loop):
-    loop.submit(0, StepInput(1, IDLE))
+    loop.submit(0, Plan(1, IDLE))
     await executor.saw(("launch", 1))
     assert await loop.stop()
     assert executor.log[-1] == "close"
 
 
 async def test_a_step_that_fails_ends_its_attachment(executor, loop):
-    bad = loop.submit(0, StepInput(1, 13))
-    behind = loop.submit(0, StepInput(2, 0))
+    bad = loop.submit(0, Plan(1, 13))
+    behind = loop.submit(0, Plan(2, 0))
     with pytest.raises(InvalidArgumentError):
         await bad
     with pytest.raises(UnavailableError, match="attach again"):
         await behind
     await loop.attach(1)
-    good = loop.submit(1, StepInput(3, 0))
+    good = loop.submit(1, Plan(3, 0))
     await executor.saw(("launch", 3))
     executor.launched[3].finished.set()
     assert (await good).step_id == 3
@@ -236,7 +234,7 @@ async def test_a_loop_that_has_ended_is_a_problem():
 
 async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypatch):
     monkeypatch.setattr("gpu_worker.loop._STUCK_S", 0.0)
-    step = loop.submit(0, StepInput(1, 0))
+    step = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     assert "a step has taken" in loop.problem()
     executor.launched[1].finished.set()
@@ -244,7 +242,7 @@ async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypat
 
 
 async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop):
-    step = loop.submit(0, StepInput(1, 0))
+    step = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     executor.launched[1].fail(torch.AcceleratorError("device-side assert"))
     with pytest.raises(torch.AcceleratorError):
@@ -259,11 +257,11 @@ async def test_a_device_that_fails_at_attach_is_told_of(executor, loop):
         await loop.attach(1)
     await loop.wait_failed()
     with pytest.raises(UnavailableError):
-        await loop.submit(1, StepInput(1, 0))
+        await loop.submit(1, Plan(1, 0))
 
 
 async def test_a_step_that_fails_by_itself_is_no_failure_of_the_loop(executor, loop):
-    step = loop.submit(0, StepInput(1, 0))
+    step = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     executor.launched[1].fail(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
@@ -278,7 +276,7 @@ async def test_nobody_waits_for_a_loop_that_failed():
     with pytest.raises(RuntimeError, match="no such device"):
         await loop.attach(0)
     with pytest.raises(RuntimeError, match="no such device"):
-        await loop.submit(0, StepInput(1, 0))
+        await loop.submit(0, Plan(1, 0))
     assert loop.problem() == "the step loop failed: no such device"
     await loop.stop()
 
@@ -288,7 +286,7 @@ async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypa
     executor.max_in_flight = 1  # so that the loop collects the step at once
     loop = StepLoop(executor, asyncio.get_running_loop())
     await loop.attach(0)
-    step = loop.submit(0, StepInput(1, 0))
+    step = loop.submit(0, Plan(1, 0))
     await executor.saw(("launch", 1))
     assert not await loop.stop()
     assert not await loop.stop()  # as before

@@ -6,15 +6,16 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from contract.errors import InvalidArgumentError
+from contract.limits import Limits
 from contract.packing import pack_int32
+from contract.step import NewSequence, Plan
 from gpu_worker.kv import host_pool
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.host_pool import HostPool, runs
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.service.step_wire import step_input_from_proto
+from gpu_worker.service.step_wire import plan_of
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from quire.v1 import worker_pb2
 
 LIMITS = Limits(
@@ -136,7 +137,7 @@ class TestExecutor:
 
     @staticmethod
     def row(row, tokens, blocks, num_computed=0):
-        return NewRow(
+        return NewSequence(
             seq_id=row,
             row=row,
             token_ids=ints(*tokens),
@@ -149,10 +150,10 @@ class TestExecutor:
 
     def test_a_sequence_with_a_partial_tail_goes_on_after_a_swap(self, executor):
         first = executor.step(
-            StepInput(
+            Plan(
                 1,
                 0,
-                new_rows=(self.row(0, self.PROMPT, [3, 1]),),
+                new_sequences=(self.row(0, self.PROMPT, [3, 1]),),
                 chunk_rows=ints(0),
                 chunk_lens=ints(6),
             )
@@ -160,11 +161,11 @@ class TestExecutor:
         (token,) = first.sampled_token_ids.tolist()
         # Another sequence gets its blocks in the very step that swaps them out.
         executor.step(
-            StepInput(
+            Plan(
                 2,
                 0,
                 released_rows=ints(0),
-                new_rows=(self.row(1, [9] * 8, [1, 3]),),
+                new_sequences=(self.row(1, [9] * 8, [1, 3]),),
                 swap_out_src_block_ids=ints(3, 1),
                 swap_out_dst_block_ids=ints(0, 1),
                 chunk_rows=ints(1),
@@ -172,7 +173,7 @@ class TestExecutor:
             )
         )
         executor.step(
-            StepInput(
+            Plan(
                 3,
                 1,
                 appended_rows=ints(1),
@@ -182,10 +183,10 @@ class TestExecutor:
             )
         )
         resumed = executor.step(
-            StepInput(
+            Plan(
                 4,
                 1,
-                new_rows=(self.row(2, [*self.PROMPT, token], [5, 6], num_computed=6),),
+                new_sequences=(self.row(2, [*self.PROMPT, token], [5, 6], num_computed=6),),
                 chunk_rows=ints(2),
                 chunk_lens=ints(1),
             )
@@ -202,7 +203,7 @@ class TestWire:
     @staticmethod
     def parse(**lists):
         commands = worker_pb2.KvCommands(**{k: pack_int32(v) for k, v in lists.items()})
-        return step_input_from_proto(worker_pb2.StepBatch(kv_commands=commands), LIMITS)
+        return plan_of(worker_pb2.StepBatch(kv_commands=commands), LIMITS)
 
     def test_swaps_are_read(self):
         step = self.parse(swap_out_src_block_ids=[7, 7], swap_out_dst_block_ids=[5, 0])
@@ -214,15 +215,15 @@ class TestWire:
         [
             (
                 {"swap_out_src_block_ids": [8], "swap_out_dst_block_ids": [0]},
-                r"kv_commands.swap_out_src_block_ids has 8; values must be in \[0, 7\]",
+                r"kv_commands.swap_out_src_block_ids\[0\] is 8; it must be in \[0, 7\]",
             ),
             (
                 {"swap_out_src_block_ids": [7], "swap_out_dst_block_ids": [6]},
-                r"kv_commands.swap_out_dst_block_ids has 6; values must be in \[0, 5\]",
+                r"kv_commands.swap_out_dst_block_ids\[0\] is 6; it must be in \[0, 5\]",
             ),
             (
                 {"swap_in_src_block_ids": [6], "swap_in_dst_block_ids": [0]},
-                r"kv_commands.swap_in_src_block_ids has 6; values must be in \[0, 5\]",
+                r"kv_commands.swap_in_src_block_ids\[0\] is 6; it must be in \[0, 5\]",
             ),
             (
                 {"swap_in_src_block_ids": [1, 2], "swap_in_dst_block_ids": [4, 4]},

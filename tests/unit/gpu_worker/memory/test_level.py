@@ -3,10 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from gpu_worker.memory.level import Level, LevelMeter, Thresholds, choose_thresholds
+from contract.info import MemoryLevel
+from gpu_worker.memory.level import LevelMeter, Thresholds, choose_thresholds
 from gpu_worker.settings import WorkerSettings
 
-OK, WARNING, CRITICAL = Level
+OK, WARNING, CRITICAL = MemoryLevel
 
 
 def levels(meter, *readings):

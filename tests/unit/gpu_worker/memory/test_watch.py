@@ -4,8 +4,9 @@ import structlog
 import torch
 from prometheus_client import REGISTRY
 
+from contract.info import MemoryLevel
 from gpu_worker.memory import available as memory
-from gpu_worker.memory.watch import CpuSystem, DeviceMemory, Level, MemoryMonitor
+from gpu_worker.memory.watch import CpuSystem, DeviceMemory, MemoryMonitor
 
 
 class FakeDriver:
@@ -22,15 +23,15 @@ def test_levels_change_with_what_can_be_had_and_are_told_once():
     driver = FakeDriver()
     monitor = MemoryMonitor(driver)
     with structlog.testing.capture_logs() as logs:
-        assert monitor.check() is Level.OK
+        assert monitor.check() is MemoryLevel.OK
         driver.free, driver.allocated = 10, 890  # 20 bytes to be had
-        assert monitor.check() is Level.WARNING
-        assert monitor.check() is Level.WARNING
+        assert monitor.check() is MemoryLevel.WARNING
+        assert monitor.check() is MemoryLevel.WARNING
         driver.free, driver.allocated = 0, 891
-        assert monitor.check() is Level.CRITICAL
+        assert monitor.check() is MemoryLevel.CRITICAL
         driver.free = 100
-        assert [monitor.check() for _ in range(5)] == [Level.CRITICAL] * 4 + [Level.OK]
-    assert monitor.level is Level.OK
+        assert [monitor.check() for _ in range(5)] == [MemoryLevel.CRITICAL] * 4 + [MemoryLevel.OK]
+    assert monitor.level is MemoryLevel.OK
     told = [(line["log_level"], line["before"], line["level"]) for line in logs]
     assert told == [
         ("warning", "OK", "WARNING"),
@@ -43,7 +44,7 @@ def test_levels_change_with_what_can_be_had_and_are_told_once():
 def test_a_driver_that_fails_is_watched_no_more_and_nothing_is_short_for_it():
     driver = FakeDriver()
     monitor = MemoryMonitor(driver, warning_share=1.0)
-    assert monitor.check() is Level.WARNING
+    assert monitor.check() is MemoryLevel.WARNING
 
     def fail():
         raise RuntimeError("the device is gone")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
 from contract.packing import pack_int32
+from contract.state import Holdings
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loop import StepLoop
 from gpu_worker.service import kv_exchange
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.holdings import Holdings
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls, ServerTls, server_credentials
@@ -61,7 +61,16 @@ class Steps:
 
 @contextlib.asynccontextmanager
 async def serving(path, pool, dtype="float32", *, files=None, **fields):
-    info = WorkerInfo("w", "cpu", "m", LIMITS, (), BLOCK_BYTES, dtype, **fields)
+    info = WorkerInfo(
+        "w",
+        "cpu",
+        "m",
+        LIMITS,
+        (),
+        BLOCK_BYTES,
+        dtype,
+        **{"instance_id": new_instance_id(), **fields},
+    )
     tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
     service = WorkerService(tls)
     service.open(info, Steps(pool))
@@ -140,12 +149,12 @@ async def test_blocks_arrive_where_they_should_and_nowhere_else(
 @pytest.mark.parametrize(
     ("sources", "targets", "epoch", "code", "words"),
     [
-        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids has 12"),
+        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids[0] is 12"),
         ([0, 1], [5, 5], 3, "INVALID_ARGUMENT", "has 5 twice"),
         ([0, 1], [5], 3, "INVALID_ARGUMENT", "it must have one for each of source_host_block_ids"),
         ([0], [0], 2, "FAILED_PRECONDITION", "epoch is 2"),
         ([0], [0], 4, "INVALID_ARGUMENT", "4, which has not attached"),
-        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids has 12"),
+        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids[0] is 12"),
     ],
 )
 async def test_wrong_requests_are_refused_by_name(

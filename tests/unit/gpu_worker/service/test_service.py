@@ -118,18 +118,18 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
             worker_pb2.StepBatch(epoch=1, step_id=2, released_rows=b"abc"),
             "released_rows has 3 bytes; it must be a multiple of 4",
         ),
-        (batch(1, 2, released_rows=[4]), "released_rows has 4; values must be in [0, 3]"),
+        (batch(1, 2, released_rows=[4]), "released_rows[0] is 4; it must be in [0, 3]"),
         (batch(1, 2, released_rows=[0, 0]), "released_rows has 0 twice"),
         (batch(1, 2, released_rows=[2]), "released_rows has 2, which is free"),
         (batch(1, 2, appended_rows=[0]), "appended_block_ids has 0 entries"),
         (
             batch(1, 2, appended_rows=[0], appended_block_ids=[12]),
-            "appended_block_ids has 12; values must be in [0, 11]",
+            "appended_block_ids[0] is 12; it must be in [0, 11]",
         ),
-        (batch(1, 2, chunk_rows=[1], chunk_lens=[0]), "chunk_lens has 0; values must be in [1"),
+        (batch(1, 2, chunk_rows=[1], chunk_lens=[0]), "chunk_lens[0] is 0; it must be in [1"),
         (
             batch(1, 2, new_sequences=[new_sequence(row=1, tokens=[97])]),
-            "new_sequences.token_ids has 97; values must be in [0, 96]",
+            "new_sequences.token_ids[0] is 97; it must be in [0, 96]",
         ),
         (
             batch(1, 2, new_sequences=[new_sequence(row=1, tokens=[])]),

@@ -4,13 +4,12 @@ import asyncio
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
 from worker_service import INFO, batch, first_batch, until_open
 
+from contract.state import Holdings
+from contract.step import Result
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.holdings import Holdings
-from gpu_worker.step.messages import StepOutput
 from quire.v1 import worker_pb2
 from tests.served_worker import failure, served
 
@@ -89,8 +88,7 @@ async def test_draining_waits_for_the_steps_that_run(tmp_path):
         with pytest.raises(grpc.aio.AioRpcError):  # a round trip: the drain has begun
             await stub.Attach(worker_pb2.AttachRequest(epoch=2))
         assert not drain.done()
-        none = np.empty(0, np.int32)
-        steps.results[0].set_result(StepOutput(1, none, none, none, none, (), 3, 0.1))
+        steps.results[0].set_result(Result(1, num_computed_tokens=3, execute_s=0.1))
         assert (await call.read()).step_id == 1
         await drain
         assert (await failure(call))[0] is grpc.StatusCode.UNAVAILABLE

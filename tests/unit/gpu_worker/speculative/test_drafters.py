@@ -5,11 +5,11 @@ import pytest
 import torch
 from fake_model import FakeModel, FakePool, continue_greedily
 
+from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.speculative.ngram import NgramDrafter
-from gpu_worker.step.messages import StepInput
 from gpu_worker.step.rows import Rows
 from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, ints, new_row
 
@@ -19,10 +19,12 @@ CPU = torch.device("cpu")
 def rows_with(*sequences):
     rows = Rows(LIMITS, has_guesses=True)
     rows.apply(
-        StepInput(
+        Plan(
             1,
             num_decodes=0,
-            new_rows=tuple(new_row(row, tokens, [row]) for row, tokens in enumerate(sequences)),
+            new_sequences=tuple(
+                new_row(row, tokens, [row]) for row, tokens in enumerate(sequences)
+            ),
         )
     )
     return rows
@@ -65,7 +67,7 @@ def test_ngrams_are_indexed_as_tokens_come_and_forgotten_with_their_sequence():
         rows.num_tokens[0] += 1
     drafter.catch_up(rows, which)
     assert drafter.guess(rows, which, np.array([3]), None)[0].tolist() == [3, 4, 1]
-    step = StepInput(2, 0, released_rows=ints(0), new_rows=(new_row(0, [7, 1, 2], [0]),))
+    step = Plan(2, 0, released_rows=ints(0), new_sequences=(new_row(0, [7, 1, 2], [0]),))
     rows.apply(step)
     drafter.prepare(step, rows)
     drafter.catch_up(rows, which)
@@ -85,9 +87,9 @@ class SmallModel:
 
     def step(self, **parts):
         self.step_id += 1
-        step = StepInput(self.step_id, 0, **parts)
+        step = Plan(self.step_id, 0, **parts)
         self.rows.apply(step)
-        for new in step.new_rows:
+        for new in step.new_sequences:
             self.sampler.add(new.row, GREEDY, new.token_ids, new.num_prompt_tokens)
         self.drafter.prepare(step, self.rows)
 
@@ -112,13 +114,13 @@ PROMPT = [11, 22, 33, 44, 55, 66, 78, 5, 6]
 
 def test_the_small_model_guesses_what_it_would_go_on_with():
     small = SmallModel()
-    small.step(new_rows=(new_row(0, PROMPT, [9, 4, 2, 7]),))
+    small.step(new_sequences=(new_row(0, PROMPT, [9, 4, 2, 7]),))
     assert small.guess(0) == ([continue_greedily(PROMPT, 3)], [8, 1, 1, 1])
 
 
 def test_the_small_model_computes_only_what_is_new_to_it():
     small = SmallModel()
-    small.step(new_rows=(new_row(0, PROMPT, [9, 4, 2, 7]),))
+    small.step(new_sequences=(new_row(0, PROMPT, [9, 4, 2, 7]),))
     right = continue_greedily(PROMPT, 7)
     small.guess(0)
     small.append(0, *right[:4])  # all three guesses were right: the last is not computed yet
@@ -131,25 +133,25 @@ def test_the_small_model_computes_only_what_is_new_to_it():
 
 def test_blocks_that_the_small_model_has_computed_are_found_with_the_prefix():
     small = SmallModel()
-    small.step(new_rows=(new_row(0, PROMPT, [9, 4, 2, 7]),))
+    small.step(new_sequences=(new_row(0, PROMPT, [9, 4, 2, 7]),))
     small.guess(0)
     prompt = [*PROMPT[:8], 30, 31]
     shared = new_row(1, prompt, [9, 4, 3, 5], num_computed_tokens=9)
-    small.step(new_rows=(shared,))
+    small.step(new_sequences=(shared,))
     assert small.guess(1) == ([continue_greedily(prompt, 3)], [2, 1, 1])
 
 
 @pytest.mark.parametrize("how", ["swapped in", "reused"])
 def test_blocks_that_are_others_contents_are_computed_again(how):
     small = SmallModel()
-    small.step(new_rows=(new_row(0, PROMPT, [9, 4, 2, 7]),))
+    small.step(new_sequences=(new_row(0, PROMPT, [9, 4, 2, 7]),))
     small.guess(0)
     if how == "swapped in":
         small.step(swap_in_src_block_ids=ints(0), swap_in_dst_block_ids=ints(4))
     else:
-        small.step(new_rows=(new_row(2, [1, 2], [4]),))
+        small.step(new_sequences=(new_row(2, [1, 2], [4]),))
     shared = new_row(1, [*PROMPT[:8], 30, 31], [9, 4, 3, 5], num_computed_tokens=9)
-    small.step(new_rows=(shared,))
+    small.step(new_sequences=(shared,))
     guesses, computed = small.guess(1)
     assert guesses == [continue_greedily([*PROMPT[:8], 30, 31], 3)]
     assert computed == [5, 1, 1, 1]  # from the second block on
@@ -157,7 +159,7 @@ def test_blocks_that_are_others_contents_are_computed_again(how):
 
 def test_a_block_that_moves_is_the_small_models_too():
     small = SmallModel()
-    small.step(new_rows=(new_row(0, PROMPT, [9, 4, 2, 7]),))
+    small.step(new_sequences=(new_row(0, PROMPT, [9, 4, 2, 7]),))
     small.guess(0)
     small.step(
         copy_src_block_ids=ints(9),
@@ -173,7 +175,7 @@ def test_prompts_are_caught_up_with_within_a_steps_budget():
     small = SmallModel()
     prompts = [[row + i for i in range(25)] for row in range(2)]
     blocks = [list(range(8)), list(range(8, 16))]
-    small.step(new_rows=tuple(new_row(r, prompts[r], blocks[r]) for r in (0, 1)))
+    small.step(new_sequences=tuple(new_row(r, prompts[r], blocks[r]) for r in (0, 1)))
     assert small.guess(0, 1) == ([continue_greedily(prompts[0], 3)], [40, 1, 1, 1])
     both = [continue_greedily(prompts[0], 3), continue_greedily(prompts[1], 3)]
     assert small.guess(0, 1) == (both, [8, 2, 2, 2])

@@ -5,11 +5,11 @@ import pytest
 import torch
 from fake_model import FakeModel, FakePool, continue_greedily, next_token
 
+from contract.step import Plan
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import StepInput
 from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 CPU = torch.device("cpu")
@@ -56,11 +56,11 @@ class Driver:
         self.outputs = {}
         self.logprobs = {}
 
-    def step(self, num_decodes=0, new_rows=(), **parts):
+    def step(self, num_decodes=0, new_sequences=(), **parts):
         self.step_id += 1
         arrays = {name: ints(*value) for name, value in parts.items()}
         result = self.executor.step(
-            StepInput(self.step_id, num_decodes, new_rows=new_rows, **arrays)
+            Plan(self.step_id, num_decodes, new_sequences=new_sequences, **arrays)
         )
         rows = result.sampled_rows.tolist()
         for row, token in zip(rows, result.sampled_token_ids.tolist(), strict=True):
@@ -72,7 +72,7 @@ class Driver:
     def start(self, *new_rows):
         lens = [len(new.token_ids) for new in new_rows]
         return self.step(
-            new_rows=new_rows, chunk_rows=[new.row for new in new_rows], chunk_lens=lens
+            new_sequences=new_rows, chunk_rows=[new.row for new in new_rows], chunk_lens=lens
         )
 
     def run(self, *new_rows, num_steps=40):
@@ -164,7 +164,7 @@ def test_guesses_stay_in_the_block_table_and_in_the_budget():
     driver.step(num_decodes=3)
     prompt = list(range(60))
     new = new_row(5, prompt, range(20, 32), max_total=64)
-    driver.step(num_decodes=3, new_rows=(new,), chunk_rows=[5], chunk_lens=[35])
+    driver.step(num_decodes=3, new_sequences=(new,), chunk_rows=[5], chunk_lens=[35])
     # Row 0 knows 7 tokens and has 8 slots. Of 40 tokens 38 are taken.
     assert script.asked == [{0: 1, 1: 1}]
     assert driver.outputs[0] == continue_greedily(PROMPT[:5], 4)

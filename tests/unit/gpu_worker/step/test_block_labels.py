@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan, TokenLogprob
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import Limits, NewRow, StepInput, TokenLogprob
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
@@ -38,12 +39,12 @@ class Worker:
     def step(self, *, named=None, failed=(), num_decodes=0, **fields):
         self.num_steps += 1
         named = named or {}
-        step = StepInput(
+        step = Plan(
             self.num_steps,
             num_decodes,
             labelled_block_ids=ints(*named),
             labels=np.concatenate([np.empty((0, 32), np.uint8), *map(label, named.values())]),
-            **{name: v if name == "new_rows" else ints(*v) for name, v in fields.items()},
+            **{name: v if name == "new_sequences" else ints(*v) for name, v in fields.items()},
         )
         self.labels.apply(step, self.rows, self.rows.apply(step))
         self.labels.fail_swap_ins(step, ints(*failed))
@@ -56,7 +57,7 @@ class Worker:
 def new_row(row, blocks, num_tokens, num_computed=0, identity=b"i" * 32, **sampling):
     tokens = np.arange(num_tokens, dtype=np.int32) % 10
     params = SamplingParams(seed=0, **sampling)
-    return NewRow(
+    return NewSequence(
         row, row, tokens, num_tokens, num_computed, ints(*blocks), params, 60, identity=identity
     )
 
@@ -88,7 +89,7 @@ def test_a_swap_out_over_a_labelled_host_block_takes_the_label_away(worker):
 
 def test_what_a_step_writes_has_no_label_any_more(worker):
     worker.step(named={block: block for block in range(6)})
-    worker.step(new_rows=(new_row(0, [1, 2, 3], 10, 2),), chunk_rows=[0], chunk_lens=[8])
+    worker.step(new_sequences=(new_row(0, [1, 2, 3], 10, 2),), chunk_rows=[0], chunk_lens=[8])
     assert worker.tier() == {0: 0, 4: 4, 5: 5}
     worker.step(named={3: 30}, num_decodes=1)
     assert worker.tier() == {0: 0, 4: 4, 5: 5}, "a token was written to block 3 after that"
@@ -137,7 +138,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
     worker.step(swap_in_src_block_ids=[5], swap_in_dst_block_ids=[2], failed=[2])
     assert worker.tier() == {1: 10}
     assert worker.tier("host") == {}
-    worker.step(new_rows=(new_row(0, [2, 3], 6, 4),), chunk_rows=[0], chunk_lens=[2])
+    worker.step(new_sequences=(new_row(0, [2, 3], 6, 4),), chunk_rows=[0], chunk_lens=[2])
     worker.step(named={2: 20}, num_decodes=1)
     assert 2 not in worker.tier(), "whoever named it did not know"
     assert worker.rows.held(worker.labels.has_void) == ()
@@ -145,7 +146,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
     assert worker.labels.has_void(ints(9))
     worker.step(
         released_rows=[0],
-        new_rows=(new_row(1, [2, 4], 6),),
+        new_sequences=(new_row(1, [2, 4], 6),),
         chunk_rows=[1],
         chunk_lens=[6],
     )
@@ -155,7 +156,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
 
 
 def test_of_a_row_whose_kv_is_broken_no_copy_is_told(worker):
-    worker.step(new_rows=(new_row(0, [1, 2], 6),), chunk_rows=[0], chunk_lens=[6])
+    worker.step(new_sequences=(new_row(0, [1, 2], 6),), chunk_rows=[0], chunk_lens=[6])
     worker.step(
         named={1: 10, 5: 50}, num_decodes=1, swap_out_src_block_ids=[1], swap_out_dst_block_ids=[3]
     )
@@ -169,7 +170,7 @@ def test_of_a_row_whose_kv_is_broken_no_copy_is_told(worker):
 class TestHeldRows:
     def test_all_of_a_row_is_told(self, worker):
         new = (new_row(0, [1, 2], 6), new_row(1, [3, 4], 6, identity=b""))
-        worker.step(new_rows=new, chunk_rows=[0], chunk_lens=[6])
+        worker.step(new_sequences=new, chunk_rows=[0], chunk_lens=[6])
         worker.rows.token_ids[0, 6] = 9
         (held,) = worker.rows.held(worker.labels.has_void)
         assert held.token_ids.tolist() == [0, 1, 2, 3, 4, 5, 9]
@@ -179,7 +180,7 @@ class TestHeldRows:
 
     def test_a_row_that_stopped_ends_there_however_long_it_goes_on_in_name(self, worker):
         row = new_row(0, [1, 2], 6, logprobs=0)
-        worker.step(new_rows=(row,), chunk_rows=[0], chunk_lens=[6])
+        worker.step(new_sequences=(row,), chunk_rows=[0], chunk_lens=[6])
         one = np.array([0])
         worker.rows.end(one, worker.rows.incarnation[one], np.array([7]), np.array([True]))
         worker.step(num_decodes=1)
@@ -189,11 +190,11 @@ class TestHeldRows:
 
     def test_the_log_probabilities_of_its_last_tokens_are_told(self, worker):
         rows = worker.rows
-        worker.step(new_rows=(new_row(0, [1, 2], 6), new_row(1, [3, 4], 6)))
+        worker.step(new_sequences=(new_row(0, [1, 2], 6), new_row(1, [3, 4], 6)))
         before = rows.incarnation[[1, 0]]
         for number in range(40):
             rows.store_logprobs(np.array([1, 0]), before, [logprob(0, number), logprob(1, -number)])
-        worker.step(released_rows=[1], new_rows=(new_row(1, [5, 6], 6),))
+        worker.step(released_rows=[1], new_sequences=(new_row(1, [5, 6], 6),))
         rows.store_logprobs(np.array([1, 0]), before, [logprob(0, 40), logprob(1, -40)])
         first, second = rows.held(worker.labels.has_void)
         assert [each.logprob for each in first.logprobs] == [-float(n) for n in range(9, 41)]

@@ -9,13 +9,14 @@ import torch
 from fake_graphs import FakeGraphs
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from tests.models_fixture import ModelDirs
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def ints(*values):
 
 
 def row(number, tokens, blocks, sampling=GREEDY):
-    return NewRow(
+    return NewSequence(
         seq_id=number,
         row=number,
         token_ids=ints(*tokens),
@@ -60,7 +61,7 @@ def run(executor, prompts, num_decodes, sampling=GREEDY):
     blocks_of_row = 64 // len(prompts)
 
     def step(step_id, num_decoding, **parts):
-        result = executor.step(StepInput(step_id, num_decoding, **parts))
+        result = executor.step(Plan(step_id, num_decoding, **parts))
         for number, token in zip(result.sampled_rows, result.sampled_token_ids, strict=True):
             outputs[int(number)].append(int(token))
 
@@ -71,7 +72,7 @@ def run(executor, prompts, num_decodes, sampling=GREEDY):
         step(
             step_id,
             i,
-            new_rows=(row(number, tokens, blocks, sampling),),
+            new_sequences=(row(number, tokens, blocks, sampling),),
             chunk_rows=ints(number),
             chunk_lens=ints(len(tokens)),
         )
@@ -108,17 +109,17 @@ def test_decodes_replay_and_steps_with_chunks_do_not():
 
 def test_steps_launched_ahead_do_not_disturb_each_other():
     executor = executor_of(FakeModel(), FakePool(64, 4), LIMITS, FakeGraphs())
-    first = StepInput(
+    first = Plan(
         1,
         0,
-        new_rows=(row(0, [4, 5], range(10)), row(1, [6], range(10, 20))),
+        new_sequences=(row(0, [4, 5], range(10)), row(1, [6], range(10, 20))),
         chunk_rows=ints(0, 1),
         chunk_lens=ints(2, 1),
     )
     launched = [executor.launch(first)]
     outputs = []
     for step_id in range(2, 7):
-        launched.append(executor.launch(StepInput(step_id, 2)))
+        launched.append(executor.launch(Plan(step_id, 2)))
         outputs.append(executor.collect(launched.pop(0)).sampled_token_ids.tolist())
     assert outputs == [
         list(pair)

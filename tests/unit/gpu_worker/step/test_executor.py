@@ -5,9 +5,10 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.weights.json_fields import ModelError
 
@@ -39,11 +40,11 @@ class Driver:
         self.step_id = 0
         self.outputs = {}
 
-    def step(self, num_decodes=0, new_rows=(), **parts):
+    def step(self, num_decodes=0, new_sequences=(), **parts):
         self.step_id += 1
         arrays = {name: ints(*value) for name, value in parts.items()}
         result = self.executor.step(
-            StepInput(self.step_id, num_decodes, new_rows=new_rows, **arrays)
+            Plan(self.step_id, num_decodes, new_sequences=new_sequences, **arrays)
         )
         sampled = zip(result.sampled_rows.tolist(), result.sampled_token_ids.tolist(), strict=True)
         for row, token in sampled:
@@ -54,7 +55,7 @@ class Driver:
 
 def new_row(row, tokens, blocks, *, sampling=GREEDY, max_total=64, **more):
     values = {"num_prompt_tokens": len(tokens), "num_computed_tokens": 0, **more}
-    return NewRow(
+    return NewSequence(
         seq_id=100 + row,
         row=row,
         token_ids=ints(*tokens),
@@ -70,7 +71,7 @@ PROMPT = [11, 22, 33, 44, 55, 66, 78]
 
 def test_prefill_and_decode_give_the_models_continuation():
     driver = Driver()
-    first = driver.step(new_rows=(new_row(3, PROMPT, [9, 4]),), chunk_rows=[3], chunk_lens=[7])
+    first = driver.step(new_sequences=(new_row(3, PROMPT, [9, 4]),), chunk_rows=[3], chunk_lens=[7])
     assert first.sampled_rows.tolist() == [3]
     assert first.num_computed_tokens == 7
     driver.step(num_decodes=1)
@@ -84,7 +85,7 @@ def test_prefill_and_decode_give_the_models_continuation():
 
 def test_chunks_of_any_size_give_the_same():
     driver = Driver()
-    driver.step(new_rows=(new_row(0, PROMPT, [0, 1, 2]),), chunk_rows=[0], chunk_lens=[1])
+    driver.step(new_sequences=(new_row(0, PROMPT, [0, 1, 2]),), chunk_rows=[0], chunk_lens=[1])
     empty = driver.step()
     assert empty.sampled_rows.tolist() == []
     assert empty.num_computed_tokens == 0
@@ -98,13 +99,13 @@ def test_a_mixed_batch_runs_decodes_before_chunks():
     driver = Driver()
     prompts = {0: [1, 2, 3], 1: [4, 5], 2: PROMPT, 4: [9]}
     driver.step(
-        new_rows=(new_row(1, prompts[1], [0, 1]), new_row(4, prompts[4], [2, 3])),
+        new_sequences=(new_row(1, prompts[1], [0, 1]), new_row(4, prompts[4], [2, 3])),
         chunk_rows=[4, 1],
         chunk_lens=[1, 2],
     )
     driver.step(
         num_decodes=2,
-        new_rows=(new_row(2, prompts[2], [5, 6, 7]), new_row(0, prompts[0], [8, 9])),
+        new_sequences=(new_row(2, prompts[2], [5, 6, 7]), new_row(0, prompts[0], [8, 9])),
         chunk_rows=[2, 0],
         chunk_lens=[5, 3],
     )
@@ -121,7 +122,7 @@ def test_forks_share_full_blocks_and_own_a_copy_of_the_partial_one():
     driver = Driver()
     sampling = {row: SamplingParams(seed=40 + row, temperature=20.0) for row in range(3)}
     driver.step(
-        new_rows=(new_row(0, PROMPT, [5, 6], sampling=sampling[0]),),
+        new_sequences=(new_row(0, PROMPT, [5, 6], sampling=sampling[0]),),
         chunk_rows=[0],
         chunk_lens=[7],
     )
@@ -132,7 +133,7 @@ def test_forks_share_full_blocks_and_own_a_copy_of_the_partial_one():
     )
     driver.step(
         num_decodes=1,
-        new_rows=forks,
+        new_sequences=forks,
         copy_src_block_ids=[6, 6],
         copy_dst_block_ids=[11, 12],
         chunk_rows=[1, 2],
@@ -145,7 +146,7 @@ def test_forks_share_full_blocks_and_own_a_copy_of_the_partial_one():
     for row, tokens in together.items():
         alone = Driver()
         alone.step(
-            new_rows=(new_row(0, PROMPT, [0, 1, 2], sampling=sampling[row]),),
+            new_sequences=(new_row(0, PROMPT, [0, 1, 2], sampling=sampling[row]),),
             chunk_rows=[0],
             chunk_lens=[7],
         )
@@ -158,7 +159,7 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened():
     sampling = SamplingParams(seed=9, temperature=30.0, frequency_penalty=1.0)
     whole = Driver()
     whole.step(
-        new_rows=(new_row(0, PROMPT, [0, 1, 2, 3], sampling=sampling),),
+        new_sequences=(new_row(0, PROMPT, [0, 1, 2, 3], sampling=sampling),),
         chunk_rows=[0],
         chunk_lens=[7],
     )
@@ -167,7 +168,7 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened():
     resumed = Driver()
     known = PROMPT + whole.outputs[0][:4]
     resumed.step(
-        new_rows=(new_row(5, known, [7, 8, 9, 6], sampling=sampling, num_prompt_tokens=7),),
+        new_sequences=(new_row(5, known, [7, 8, 9, 6], sampling=sampling, num_prompt_tokens=7),),
         chunk_rows=[5],
         chunk_lens=[11],
     )
@@ -179,7 +180,7 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened():
 def test_a_stop_token_is_reported_once_and_the_row_is_computed_no_more():
     expected = continue_greedily(PROMPT, 3)
     driver = Driver(eos_token_ids=(expected[2],))
-    driver.step(new_rows=(new_row(0, PROMPT, [0, 1, 2]),), chunk_rows=[0], chunk_lens=[7])
+    driver.step(new_sequences=(new_row(0, PROMPT, [0, 1, 2]),), chunk_rows=[0], chunk_lens=[7])
     assert driver.step(num_decodes=1).stopped_rows.tolist() == []
     assert driver.step(num_decodes=1).stopped_rows.tolist() == [0]
     # Steps that the scheduler sent before it knew.
@@ -195,7 +196,7 @@ def test_a_stop_token_is_reported_once_and_the_row_is_computed_no_more():
 def test_a_row_ends_by_length_on_its_own():
     driver = Driver()
     driver.step(
-        new_rows=(new_row(0, PROMPT, [0, 1, 2], max_total=10),), chunk_rows=[0], chunk_lens=[7]
+        new_sequences=(new_row(0, PROMPT, [0, 1, 2], max_total=10),), chunk_rows=[0], chunk_lens=[7]
     )
     driver.step(num_decodes=1)
     last = driver.step(num_decodes=1)
@@ -208,7 +209,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone():
     expected = continue_greedily(PROMPT, 2)
     driver = Driver(model=FakeModel(nan_after=expected[1]))
     driver.step(
-        new_rows=(new_row(0, PROMPT, [0, 1, 2]), new_row(1, [3], [3, 4])),
+        new_sequences=(new_row(0, PROMPT, [0, 1, 2]), new_row(1, [3], [3, 4])),
         chunk_rows=[0, 1],
         chunk_lens=[7, 1],
     )
@@ -225,10 +226,10 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone():
 
 def test_a_row_may_be_reused_in_the_step_that_releases_it():
     driver = Driver()
-    driver.step(new_rows=(new_row(0, [1, 2], [0, 1]),), chunk_rows=[0], chunk_lens=[2])
+    driver.step(new_sequences=(new_row(0, [1, 2], [0, 1]),), chunk_rows=[0], chunk_lens=[2])
     driver.step(
         released_rows=[0],
-        new_rows=(new_row(0, [3, 4, 5], [2, 3]),),
+        new_sequences=(new_row(0, [3, 4, 5], [2, 3]),),
         chunk_rows=[0],
         chunk_lens=[3],
     )
@@ -240,7 +241,7 @@ def test_logprobs_name_their_place_among_the_sampled_rows():
     wants = SamplingParams(seed=0, temperature=0, logprobs=2)
     driver = Driver(model=FakeModel(nan_after=8))
     result = driver.step(
-        new_rows=(
+        new_sequences=(
             new_row(0, [8], [0], sampling=wants),
             new_row(1, [1], [1]),
             new_row(2, [2], [2], sampling=wants),
@@ -262,10 +263,10 @@ def test_steps_launched_ahead_of_results_give_the_same_and_hide_what_follows_an_
     executor = driver.executor
     launched = [
         executor.launch(
-            StepInput(
+            Plan(
                 1,
                 0,
-                new_rows=(new_row(0, PROMPT, [0, 1, 2]), new_row(1, [15], [3, 4])),
+                new_sequences=(new_row(0, PROMPT, [0, 1, 2]), new_row(1, [15], [3, 4])),
                 chunk_rows=ints(0, 1),
                 chunk_lens=ints(7, 1),
             )
@@ -273,14 +274,14 @@ def test_steps_launched_ahead_of_results_give_the_same_and_hide_what_follows_an_
     ]
     results = []
     for step_id in range(2, 6):
-        launched.append(executor.launch(StepInput(step_id, 2)))
+        launched.append(executor.launch(Plan(step_id, 2)))
         results.append(executor.collect(launched.pop(0)))
     # Row 1 goes and its row is taken while its last token is on its way.
-    taken = StepInput(
+    taken = Plan(
         6,
         1,
         released_rows=ints(1),
-        new_rows=(new_row(1, [6, 7], [8]),),
+        new_sequences=(new_row(1, [6, 7], [8]),),
         chunk_rows=ints(1),
         chunk_lens=ints(2),
     )
@@ -304,11 +305,11 @@ def test_steps_launched_ahead_of_results_give_the_same_and_hide_what_follows_an_
 
 def test_reset_forgets_the_rows_and_keeps_the_blocks():
     driver = Driver()
-    driver.step(new_rows=(new_row(0, PROMPT, [0, 1]),), chunk_rows=[0], chunk_lens=[7])
+    driver.step(new_sequences=(new_row(0, PROMPT, [0, 1]),), chunk_rows=[0], chunk_lens=[7])
     driver.executor.reset()
     assert driver.executor.rows.num_used == 0
     adopted = new_row(2, PROMPT, [0, 1], num_computed_tokens=6)
-    driver.step(new_rows=(adopted,), chunk_rows=[2], chunk_lens=[1])
+    driver.step(new_sequences=(adopted,), chunk_rows=[2], chunk_lens=[1])
     assert driver.outputs[2] == [next_token(PROMPT)]
 
 
@@ -333,7 +334,7 @@ def test_traced_sequences_have_spans_and_their_steps_too():
     driver = Driver(spans=SequenceSpans(record=recorded.record, sampled_context=contexts.get))
     traced = new_row(0, PROMPT, [0, 1, 2], traceparent=TRACEPARENT, num_computed_tokens=0)
     other = new_row(1, [3], [3, 4], traceparent="not sampled")
-    driver.step(new_rows=(traced, other), chunk_rows=[0, 1], chunk_lens=[4, 1])
+    driver.step(new_sequences=(traced, other), chunk_rows=[0, 1], chunk_lens=[4, 1])
     assert [span[0] for span in recorded.spans] == ["step"]
     driver.step(num_decodes=1, chunk_rows=[0], chunk_lens=[3])
     (prefill,) = recorded.named("prefill")
@@ -363,7 +364,7 @@ def test_prefill_that_is_cut_off_has_a_span_and_no_decode():
     recorded = RecordedSpans()
     driver = Driver(spans=SequenceSpans(record=recorded.record, sampled_context=str.upper))
     traced = new_row(0, PROMPT, [0, 1], traceparent=TRACEPARENT, num_computed_tokens=0)
-    driver.step(new_rows=(traced,), chunk_rows=[0], chunk_lens=[4])
+    driver.step(new_sequences=(traced,), chunk_rows=[0], chunk_lens=[4])
     driver.executor.reset()
     assert [span[0] for span in recorded.spans] == ["step", "prefill", "prefill_chunk"]
 
@@ -381,4 +382,4 @@ def test_a_model_that_returns_more_than_is_wanted_is_told_both_numbers():
         r"UnselectingModel\.forward returned hidden states of 7 tokens; metadata.num_wanted is 1"
     )
     with pytest.raises(ModelError, match=message):
-        driver.step(new_rows=(new_row(3, PROMPT, [9, 4]),), chunk_rows=[3], chunk_lens=[7])
+        driver.step(new_sequences=(new_row(3, PROMPT, [9, 4]),), chunk_rows=[3], chunk_lens=[7])

@@ -5,9 +5,10 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.rows import ScheduledRows
 
@@ -44,7 +45,7 @@ class CrampedModel(FakeModel):
 
 
 def row(number, tokens, **sampling):
-    return NewRow(
+    return NewSequence(
         seq_id=number,
         row=number,
         token_ids=ints(*tokens),
@@ -61,15 +62,15 @@ PROMPTS = {0: [1, 2, 3], 2: list(range(20, 37)), 1: [5], 4: [7, 7, 8]}
 
 def run(model, num_decodes=3, **sampling):
     executor = Executor(model, FakePool(64, 4), LIMITS, (), torch.device("cpu"))
-    first = StepInput(
+    first = Plan(
         1,
         0,
-        new_rows=tuple(row(n, tokens, **sampling) for n, tokens in PROMPTS.items()),
+        new_sequences=tuple(row(n, tokens, **sampling) for n, tokens in PROMPTS.items()),
         chunk_rows=ints(*PROMPTS),
         chunk_lens=ints(*map(len, PROMPTS.values())),
     )
     results = [executor.step(first)]
-    results += [executor.step(StepInput(2 + i, len(PROMPTS))) for i in range(num_decodes)]
+    results += [executor.step(Plan(2 + i, len(PROMPTS))) for i in range(num_decodes)]
     outputs = {number: [] for number in PROMPTS}
     for result in results:
         for number, token in zip(result.sampled_rows, result.sampled_token_ids, strict=True):

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from contract.errors import InvalidArgumentError
+from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
@@ -21,7 +22,7 @@ def ints(*values):
 
 
 def new_row(row, tokens, blocks, *, computed=0, max_total=16, num_prompt=None):
-    return NewRow(
+    return NewSequence(
         seq_id=row,
         row=row,
         token_ids=ints(*tokens),
@@ -34,8 +35,8 @@ def new_row(row, tokens, blocks, *, computed=0, max_total=16, num_prompt=None):
 
 
 def step(step_id=1, num_decodes=0, **parts):
-    arrays = {name: ints(*value) for name, value in parts.items() if name != "new_rows"}
-    return StepInput(step_id, num_decodes, new_rows=tuple(parts.get("new_rows", ())), **arrays)
+    arrays = {name: ints(*value) for name, value in parts.items() if name != "new_sequences"}
+    return Plan(step_id, num_decodes, new_sequences=tuple(parts.get("new_sequences", ())), **arrays)
 
 
 def facts(scheduled):
@@ -54,7 +55,9 @@ def rows():
 
 
 def test_a_sequence_prefills_in_chunks_then_decodes(rows):
-    first = step(new_rows=[new_row(2, [5, 6, 7, 8, 9], [3, 1])], chunk_rows=[2], chunk_lens=[3])
+    first = step(
+        new_sequences=[new_row(2, [5, 6, 7, 8, 9], [3, 1])], chunk_rows=[2], chunk_lens=[3]
+    )
     assert facts(rows.apply(first)) == ([2], [0], [3], 0, [])
     # Not named: it waits, and does not decode.
     assert facts(rows.apply(step())) == ([], [], [], 0, [])
@@ -69,7 +72,7 @@ def test_a_sequence_prefills_in_chunks_then_decodes(rows):
 def test_decodes_come_first_in_row_order_then_chunks_as_named(rows):
     rows.apply(
         step(
-            new_rows=[
+            new_sequences=[
                 new_row(3, [1], [0]),
                 new_row(1, [1, 2], [1]),
                 new_row(0, [1, 2, 3], [2]),
@@ -85,13 +88,13 @@ def test_decodes_come_first_in_row_order_then_chunks_as_named(rows):
 
 def test_a_resumed_sequence_computes_only_what_is_missing(rows):
     resumed = new_row(0, [1, 2, 3, 4, 5, 6], [7, 8], computed=4, num_prompt=3)
-    scheduled = rows.apply(step(new_rows=[resumed], chunk_rows=[0], chunk_lens=[2]))
+    scheduled = rows.apply(step(new_sequences=[resumed], chunk_rows=[0], chunk_lens=[2]))
     assert facts(scheduled) == ([0], [4], [2], 0, [0])
 
 
 def test_a_row_stops_decoding_at_its_length(rows):
     rows.apply(
-        step(new_rows=[new_row(0, [1, 2], [0], max_total=4)], chunk_rows=[0], chunk_lens=[2])
+        step(new_sequences=[new_row(0, [1, 2], [0], max_total=4)], chunk_rows=[0], chunk_lens=[2])
     )
     assert facts(rows.apply(step(num_decodes=1))) == ([0], [2], [1], 1, [0])
     # Four tokens are known; the last one is not computed.
@@ -101,7 +104,7 @@ def test_a_row_stops_decoding_at_its_length(rows):
 
 def test_a_row_that_needs_one_token_only_never_decodes(rows):
     only = new_row(0, [1, 2], [0], max_total=3)
-    rows.apply(step(new_rows=[only], chunk_rows=[0], chunk_lens=[2]))
+    rows.apply(step(new_sequences=[only], chunk_rows=[0], chunk_lens=[2]))
     assert facts(rows.apply(step(num_decodes=0)))[0] == []
     with pytest.raises(InvalidArgumentError, match="chunk_rows has 0, which has its max_total"):
         rows.apply(step(chunk_rows=[0], chunk_lens=[1]))
@@ -110,7 +113,7 @@ def test_a_row_that_needs_one_token_only_never_decodes(rows):
 def test_an_ended_row_is_counted_but_not_computed_until_it_is_released(rows):
     rows.apply(
         step(
-            new_rows=[new_row(0, [1], [0], max_total=4), new_row(1, [1], [1, 2])],
+            new_sequences=[new_row(0, [1], [0], max_total=4), new_row(1, [1], [1, 2])],
             chunk_rows=[0, 1],
             chunk_lens=[1, 1],
         )
@@ -125,12 +128,12 @@ def test_an_ended_row_is_counted_but_not_computed_until_it_is_released(rows):
 
 
 def test_a_released_row_is_free_for_the_next_in_the_same_step(rows):
-    rows.apply(step(new_rows=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
+    rows.apply(step(new_sequences=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
     late = rows.incarnation[[0]].copy()
     rows.apply(
         step(
             released_rows=[0],
-            new_rows=[new_row(0, [8, 9], [5])],
+            new_sequences=[new_row(0, [8, 9], [5])],
             chunk_rows=[0],
             chunk_lens=[1],
         )
@@ -146,14 +149,14 @@ def test_a_released_row_is_free_for_the_next_in_the_same_step(rows):
 
 def test_blocks_are_appended_before_anything_is_computed(rows):
     new = new_row(0, [1, 2, 3, 4], [6])
-    rows.apply(step(new_rows=[new], chunk_rows=[0], chunk_lens=[4]))
+    rows.apply(step(new_sequences=[new], chunk_rows=[0], chunk_lens=[4]))
     grown = step(num_decodes=1, appended_rows=[0], appended_block_ids=[9])
     assert facts(rows.apply(grown)) == ([0], [4], [1], 1, [0])
     assert rows.block_tables[0, :2].tolist() == [6, 9]
 
 
 def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
-    rows.apply(step(new_rows=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
+    rows.apply(step(new_sequences=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
     with pytest.raises(BrokenInvariantError, match="num_decodes is 0, but 1 rows decode in step 7"):
         rows.apply(step(step_id=7, num_decodes=0))
 
@@ -162,7 +165,7 @@ def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
     ("parts", "message"),
     [
         ({"released_rows": [1]}, "released_rows has 1, which is free"),
-        ({"new_rows": [new_row(0, [1], [0])]}, "new_sequences.row is 0, which is in use"),
+        ({"new_sequences": [new_row(0, [1], [0])]}, "new_sequences.row is 0, which is in use"),
         ({"appended_rows": [3], "appended_block_ids": [1]}, "appended_rows has 3, which is free"),
         ({"chunk_rows": [1], "chunk_lens": [1]}, "chunk_rows has 1, which is free"),
         ({"chunk_rows": [0], "chunk_lens": [1]}, "chunk_rows has 0, which decodes"),
@@ -172,7 +175,7 @@ def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
             {
                 "appended_rows": [0],
                 "appended_block_ids": [1],
-                "new_rows": [new_row(1, [1] * 12, [2, 3, 4])],
+                "new_sequences": [new_row(1, [1] * 12, [2, 3, 4])],
                 "chunk_rows": [1],
                 "chunk_lens": [12],
             },
@@ -184,7 +187,7 @@ def test_a_batch_that_contradicts_the_rows_is_refused_by_field(rows, parts, mess
     # Row 0 decodes and its block is full; row 2 has three tokens to compute.
     rows.apply(
         step(
-            new_rows=[new_row(0, [1, 2, 3, 4], [0]), new_row(2, [1, 2, 3], [9])],
+            new_sequences=[new_row(0, [1, 2, 3, 4], [0]), new_row(2, [1, 2, 3], [9])],
             chunk_rows=[0],
             chunk_lens=[4],
         )
@@ -194,7 +197,7 @@ def test_a_batch_that_contradicts_the_rows_is_refused_by_field(rows, parts, mess
 
 
 def test_a_full_block_table_takes_no_more(rows):
-    rows.apply(step(new_rows=[new_row(0, [1], [0, 1, 2, 3])]))
+    rows.apply(step(new_sequences=[new_row(0, [1], [0, 1, 2, 3])]))
     with pytest.raises(
         InvalidArgumentError, match="appended_rows has 0, whose block table is full"
     ):
@@ -202,16 +205,16 @@ def test_a_full_block_table_takes_no_more(rows):
 
 
 def test_clear_frees_all_rows(rows):
-    rows.apply(step(new_rows=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
+    rows.apply(step(new_sequences=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
     rows.clear()
     assert rows.num_used == 0
     assert facts(rows.apply(step(num_decodes=0)))[0] == []
 
 
 def test_renamed_blocks_change_every_table_with_this_steps_changes(rows):
-    rows.apply(step(new_rows=[new_row(0, [1, 2, 3, 4, 5], [3, 1])]))
+    rows.apply(step(new_sequences=[new_row(0, [1, 2, 3, 4, 5], [3, 1])]))
     changed = step(
-        new_rows=[new_row(1, [1, 2, 3, 4, 5], [3, 2])],
+        new_sequences=[new_row(1, [1, 2, 3, 4, 5], [3, 2])],
         appended_rows=[0],
         appended_block_ids=[7],
         renamed_src_block_ids=[3, 7, 9],

@@ -9,9 +9,10 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash
 from sampling_reference import reference_token
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 
 LIMITS = Limits(
     max_num_seqs=5,
@@ -139,11 +140,11 @@ class Simulation:
                 budget -= chunks[-1][1]
         self.advance(decodes, chunks)
         self.step_id += 1
-        step = StepInput(
+        step = Plan(
             self.step_id,
             len(decodes),
             released_rows=np.array(released, np.int32),
-            new_rows=tuple(new_rows),
+            new_sequences=tuple(new_rows),
             appended_rows=np.array([row for row, _ in appended], np.int32),
             appended_block_ids=np.array([block for _, block in appended], np.int32),
             chunk_rows=np.array([row for row, _ in chunks], np.int32),
@@ -156,7 +157,7 @@ class Simulation:
         row = self.rng.choice([row for row in range(LIMITS.max_num_seqs) if row not in self.rows])
         blocks = [self.free.pop() for _ in range(num_blocks)]
         self.rows[row] = Held(seq, len(seq.known), 0, blocks)
-        return NewRow(
+        return NewSequence(
             seq_id=row,
             row=row,
             token_ids=np.array(seq.known, np.int32),
