@@ -44,11 +44,11 @@ class LeadingExecutor:
         """None: each rank has only a part of a block, so blocks are not read or written whole."""
         return
 
-    def launch(self, step: Plan) -> LaunchedStep:
-        assert step.serialize is not None, "a step of the scheduler's"
-        self._leader.tell(Frame(Kind.LAUNCH, step.serialize()))
+    def launch(self, plan: Plan) -> LaunchedStep:
+        assert plan.serialize is not None, "a step of the scheduler's"
+        self._leader.tell(Frame(Kind.LAUNCH, plan.serialize()))
         with self._together():
-            return self._executor.launch(step)
+            return self._executor.launch(plan)
 
     def collect(self, launched: LaunchedStep) -> Result:
         with self._together():

@@ -58,7 +58,7 @@ class Steps(HostBlocks, Protocol):
     async def attach(self, attachment: int) -> Holdings:
         """Forget all rows; then obey only `attachment`. Returns what the worker held."""
 
-    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
@@ -377,8 +377,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
-            step = plan_of(batch, info.limits)
-        return steps.submit(newest.number, step)
+            plan = plan_of(batch, info.limits)
+        return steps.submit(newest.number, plan)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:

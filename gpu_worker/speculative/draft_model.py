@@ -66,17 +66,17 @@ class ModelDrafter:
     def num_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
-    def prepare(self, step: Plan, rows: Rows) -> None:
+    def prepare(self, plan: Plan, rows: Rows) -> None:
         """Follow moved, new and swapped-in blocks."""
         block_size = self._limits.block_size
-        self._is_valid[step.swap_in_dst_block_ids] = False
-        src, dst = step.copy_src_block_ids, step.copy_dst_block_ids
+        self._is_valid[plan.swap_in_dst_block_ids] = False
+        src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
         if len(src):
             self._is_valid[dst] = self._is_valid[src]
             where = upload([src.astype(np.int64), dst.astype(np.int64)], self._device)
             self._pool.copy(*where)
-        self._is_valid[step.appended_block_ids] = False
-        for new in step.new_sequences:
+        self._is_valid[plan.appended_block_ids] = False
+        for new in plan.new_sequences:
             table = rows.block_tables[new.row, : len(new.block_ids)]
             num_full = new.num_computed_tokens // block_size
             self._is_valid[table[num_full:]] = False

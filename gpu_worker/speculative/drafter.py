@@ -22,7 +22,7 @@ class Drafter(Protocol):
     def num_draft_tokens(self) -> int:
         """Most tokens that it is asked for at once; at least 1."""
 
-    def prepare(self, step: Plan, rows: Rows) -> None:
+    def prepare(self, plan: Plan, rows: Rows) -> None:
         """Follow a step's changes. Called for each step, after they were applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:

@@ -54,12 +54,12 @@ class Speculation:
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
         self._guessing_s = 0.0  # in the current step
 
-    def extend(self, step: Plan, scheduled: ScheduledRows) -> ScheduledRows:
+    def extend(self, plan: Plan, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for decoding rows, as many as are worth it and have room."""
         self._guessing_s = 0.0
-        self._drafter.prepare(step, self._rows)
-        if step.new_sequences:
-            self._lengths.open([new.row for new in step.new_sequences])
+        self._drafter.prepare(plan, self._rows)
+        if plan.new_sequences:
+            self._lengths.open([new.row for new in plan.new_sequences])
         if not scheduled.num_decodes:
             return scheduled
         decoding = scheduled.rows[: scheduled.num_decodes]
