@@ -5,15 +5,12 @@ A wrong guess costs time, and never changes the output; see `verify.py`.
 
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from contract.arrays import BoolArray, Int64Array
+from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step.rows import Rows
 
-Guesses: TypeAlias = list[npt.NDArray[np.int32]]
+Guesses: TypeAlias = list[Int32Array]
 """The guessed next tokens of each row, in order."""
 
 
