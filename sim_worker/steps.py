@@ -129,7 +129,7 @@ class SimulatedSteps:
             return result
         self._free_at_s = max(time.monotonic(), self._free_at_s) + output.execute_s
         if output.num_computed_tokens:
-            self._computing_step_id = step.step_id
+            self._computing_step_id = plan.step_id
             for waiting in self._idle:
                 self._finish_at(0.0, waiting)
             self._idle.clear()
