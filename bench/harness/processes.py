@@ -74,7 +74,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """As of `subprocess`; None while it runs, or if it was never started."""
+        """As `subprocess` gives it; None while it runs, or if it was never started."""
         return None if self._process is None else self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:

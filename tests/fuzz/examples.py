@@ -1,4 +1,4 @@
-"""Well-formed messages of each kind, which fuzzing starts from."""
+"""Well-formed messages of each kind, from which fuzzing starts."""
 
 from contract.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, inference_pb2, recording_pb2, scheduler_pb2, worker_pb2
@@ -190,7 +190,7 @@ STEP_BATCHES = (
 
 
 def recording_payloads(like: bytes) -> list[bytes]:
-    """Payloads of a recording that are whole messages, of members that are not what they ought."""
+    """Payloads of a recording that are whole messages with wrong members."""
     texts = ["[]", "null", "1", "{", '{"n":1}', '{"beam":1}', '{"beam":{"width":2}}', "[" * 3000]
     entry = recording_pb2.RecordingEntry.FromString
     header = recording_pb2.RecordingHeader(format_version=1)
