@@ -20,9 +20,9 @@ import numpy as np
 from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pacing import Pace, StepPacer
-from scheduler_svc.core.plan import StepOutcome, StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -181,7 +181,7 @@ class _Simulation:
                 lambda outcome=outcome, execute_s=execute_s: self._answer(outcome, execute_s),
             )
 
-    def _answer(self, outcome: StepOutcome, execute_s: float) -> None:
+    def _answer(self, outcome: Result, execute_s: float) -> None:
         self._num_in_flight -= 1
         news = self._core.update(outcome)
         self._pacer.answered(execute_s, self._clock.now)
@@ -198,7 +198,7 @@ class _Simulation:
             self._send(felt.ended)
         self._plan()
 
-    def _seconds(self, plan: StepPlan) -> float:
+    def _seconds(self, plan: Plan) -> float:
         num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
         num_spare = min(max(0, _SPARE_ROWS - plan.num_decodes), num_prompt_tokens)
         seconds = _STEP_S + _DECODE_S * plan.num_decodes

@@ -18,8 +18,8 @@ from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.step import Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
@@ -99,7 +99,7 @@ class SimulatedReplica:
             step_s = TIME_MODEL.step_s(plan.num_scheduled_tokens, num_context_tokens)
             self._clock.at(self._clock.now + step_s + LAUNCH_S, lambda: self._end_step(outcome))
 
-    def _end_step(self, outcome: StepOutcome) -> None:
+    def _end_step(self, outcome: Result) -> None:
         for key in self.core.update(outcome).seq_keys.tolist():
             self._first_token_s.setdefault(key, self._clock.now)
         self._begin_step()

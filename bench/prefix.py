@@ -28,9 +28,10 @@ from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 from harness.turns import turns
 
+from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.step import NewSequence, Plan, Result
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from sim_worker.time_model import TimeModel
@@ -148,7 +149,7 @@ class ModelledDevice:
         self._disk_free_at_s = dict.fromkeys(("store", "load"), 0.0)
         self._num_moves = 0
 
-    def execute(self, plan: StepPlan, now_s: float) -> tuple[float, StepOutcome]:
+    def execute(self, plan: Plan, now_s: float) -> tuple[float, Result]:
         """Return when the step's result is there, and the result."""
         begin_s = max(now_s, self._free_at_s)
         outcome = self._worker.execute(plan)
@@ -164,7 +165,7 @@ class ModelledDevice:
         self._free_at_s = end_s
         return end_s, replace(outcome, **self._ended_disk_moves(end_s))
 
-    def _begin_disk_moves(self, plan: StepPlan, now_s: float) -> None:
+    def _begin_disk_moves(self, plan: Plan, now_s: float) -> None:
         for kind, name, blocks in (
             ("store", "stored_disk_block_ids", plan.disk_store_dst_block_ids),
             ("load", "loaded_host_block_ids", plan.disk_load_dst_block_ids),
@@ -230,7 +231,7 @@ class _Play:
             end_s, result = self._device.execute(plan, self._clock.now)
             self._clock.at(end_s, lambda result=result: self._collect(result))
 
-    def _collect(self, result: StepOutcome) -> None:
+    def _collect(self, result: Result) -> None:
         self._num_in_flight -= 1
         news = self._timed(lambda: self._core.update(result))
         for admitted in news.admitted:

@@ -23,11 +23,12 @@ from harness.case import ROOT, SHIPPED_MODEL, Results, Table, arguments, main
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from rpc.observe import logs
 
 _VARIANTS: dict[str, dict[str, str]] = {
@@ -91,7 +92,7 @@ async def _score(
     steps: StepLoop, limits: Limits, prompt: list[int], step_id: int
 ) -> tuple[list[float], int]:
     """Log-probabilities of all tokens but the first, and the next step's number."""
-    row = NewRow(
+    row = NewSequence(
         seq_id=step_id,
         row=0,
         token_ids=np.array(prompt, np.int32),
@@ -103,10 +104,10 @@ async def _score(
     )
     scores: list[float] = []
     for start in range(0, len(prompt), limits.max_num_batched_tokens):
-        step = StepInput(
+        step = Plan(
             step_id=step_id,
             num_decodes=0,
-            new_rows=() if start else (row,),
+            new_sequences=() if start else (row,),
             chunk_rows=np.zeros(1, np.int32),
             chunk_lens=np.array(
                 [min(limits.max_num_batched_tokens, len(prompt) - start)], np.int32
@@ -115,7 +116,7 @@ async def _score(
         output = await steps.submit(_ATTACHMENT, step)
         step_id += 1
         scores += [each.logprob for part in output.prompt_logprobs for each in part.logprobs]
-    release = StepInput(step_id=step_id, num_decodes=0, released_rows=np.zeros(1, np.int32))
+    release = Plan(step_id=step_id, num_decodes=0, released_rows=np.zeros(1, np.int32))
     await steps.submit(_ATTACHMENT, release)
     assert len(scores) == len(prompt) - 1, "every token but the first is scored"
     return scores, step_id + 1

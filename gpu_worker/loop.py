@@ -17,14 +17,15 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 import torch
 
+from contract.arrays import Int32Array
 from contract.errors import UnavailableError, UnimplementedError
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leading_executor import AnyExecutor
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.executor import LaunchedStep
-from gpu_worker.step.messages import Int32Array, StepInput, StepOutput
 from rpc.observe import timeline
 
 _POLL_S = 0.0002
@@ -48,8 +49,8 @@ class _Attach:
 @dataclass(frozen=True, slots=True)
 class _Step:
     attachment: int
-    step: StepInput
-    result: "asyncio.Future[StepOutput]"
+    step: Plan
+    result: "asyncio.Future[Result]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,12 @@ class StepLoop:
         self._post(_Attach(attachment, done), done)
         return await done
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error.
 
         A step that fails ends its attachment: steps queued behind it raise UnavailableError.
         """
-        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
+        result: asyncio.Future[Result] = self._event_loop.create_future()
         self._post(_Step(attachment, step, result), result)
         return result
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from contract.info import WorkerInfo
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
@@ -16,7 +17,6 @@ from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
@@ -211,12 +211,12 @@ def _open_core(
 
 def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
     return SchedulerConfig(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_model_len=info.model.max_model_len,
-        num_saturating_tokens=info.num_saturating_tokens,
+        num_blocks=info.limits.num_blocks,
+        block_size=info.limits.block_size,
+        max_num_seqs=info.limits.max_num_seqs,
+        max_num_batched_tokens=info.limits.max_num_batched_tokens,
+        max_model_len=info.limits.max_model_len,
+        num_saturating_tokens=info.limits.num_saturating_tokens,
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=info.min_num_blocks,
@@ -229,12 +229,12 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         defragment_threshold=settings.defragment_threshold,
         max_defragment_moves=settings.max_defragment_moves,
         max_prefill_chunk=settings.max_prefill_chunk,
-        num_host_blocks=info.num_host_blocks,
+        num_host_blocks=info.limits.num_host_blocks,
         host_is_device_memory=info.host_is_device_memory,
         bytes_per_block=info.block_bytes,
         swap_bytes_per_s=info.swap_bytes_per_s,
         prefill_tokens_per_s=info.prefill_tokens_per_s,
-        num_disk_blocks=info.num_disk_blocks,
+        num_disk_blocks=info.limits.num_disk_blocks,
         disk_bytes_per_s=info.disk_bytes_per_s,
         max_disk_moves=settings.max_disk_moves,
         claim_s=settings.claim_s,

@@ -10,10 +10,11 @@ import structlog
 
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from contract.heartbeat import BEAT_S
+from contract.info import ModelInfo
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from scheduler_svc.core.reports.describe import describe
-from scheduler_svc.domain import ModelInfo, live_seq_keys
+from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.operations.resizing import Resizer
 from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams

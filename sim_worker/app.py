@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import grpc.aio
 import structlog
 
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError, read_json
 from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health import Health
@@ -141,6 +141,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,
         disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
         takes_kv=False,
+        instance_id=new_instance_id(),
         max_num_blocks=settings.max_num_blocks or settings.num_blocks,
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
     )

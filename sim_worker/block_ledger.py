@@ -13,14 +13,10 @@ Each row's table, by block::
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step.messages import (
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-)
+from contract.arrays import Int32Array, Int64Array
+from contract.errors import BrokenInvariantError
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
 from sim_worker.tier_ledger import TierLedger
 
@@ -65,7 +61,7 @@ class BlockLedger:
         self._writer[:] = _NOBODY
 
     def apply(
-        self, step: StepInput, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
+        self, step: Plan, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
     ) -> None:
         """Do what a step does to the blocks, after `rows.apply`.
 
@@ -82,7 +78,7 @@ class BlockLedger:
         for row, table in zip(step.released_rows.tolist(), released, strict=True):
             self._num_holders[table] -= 1
             self._writer[table[self._writer[table] == row]] = _NOBODY
-        for new in step.new_rows:
+        for new in step.new_sequences:
             num_shared = new.num_computed_tokens // self._block_size
             self._num_holders[new.block_ids[:num_shared]] += 1
             own = new.block_ids[num_shared:]
@@ -94,7 +90,7 @@ class BlockLedger:
         if len(step.copy_src_block_ids):
             self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
         self._write(rows, scheduled)
-        for new in step.new_rows:
+        for new in step.new_sequences:
             self._check_prefix(new, rows)
 
     def _arrive(self) -> None:
@@ -102,7 +98,7 @@ class BlockLedger:
         self._slots[self._arriving] = self._arriving_slots
         self._arriving, self._arriving_slots = self._arriving[:0], self._arriving_slots[:0]
 
-    def _swap(self, step: StepInput) -> None:
+    def _swap(self, step: Plan) -> None:
         """Read what is swapped out; what is swapped in is there from the next step on."""
         if len(out := step.swap_out_src_block_ids):
             self._tiers.swap_out(self._slots[out], step.swap_out_dst_block_ids)
@@ -173,7 +169,7 @@ class BlockLedger:
             )
         self._slots[blocks, positions % self._block_size] = digests
 
-    def _check_prefix(self, new: NewRow, rows: Rows) -> None:
+    def _check_prefix(self, new: NewSequence, rows: Rows) -> None:
         """Compare what a sequence found computed with what it must be."""
         positions = np.arange(new.num_computed_tokens)
         blocks = rows.block_tables[new.row, positions // self._block_size]
@@ -185,7 +181,7 @@ class BlockLedger:
                 f"{blocks[index]} does not hold its position {index}"
             )
 
-    def _prefix(self, new: NewRow) -> npt.NDArray[np.uint64]:
+    def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
         """uint64[num_computed_tokens]: what the slots of its computed tokens must hold."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu_worker.step.messages import Int32Array
+from contract.arrays import Int32Array
 
 
 @dataclass(slots=True)

@@ -8,21 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
+from contract.limits import Limits
+from contract.state import Holdings
+from contract.step import Plan, PromptLogprobs, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    Limits,
-    PromptLogprobs,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from sim_worker.block_ledger import BlockLedger
@@ -38,8 +31,8 @@ class _Pending:
 
     attachment: int
     scheduled: ScheduledRows
-    output: StepOutput
-    result: "asyncio.Future[StepOutput]"
+    output: Result
+    result: "asyncio.Future[Result]"
 
 
 class SimulatedSteps:
@@ -117,12 +110,12 @@ class SimulatedSteps:
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
         """Run a step; what it produces comes when the device would have it.
 
         A step that fails ends its attachment: those behind it raise UnavailableError.
         """
-        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
+        result: asyncio.Future[Result] = self._event_loop.create_future()
         if attachment != self._attachment:
             result.set_exception(UnavailableError("a step before this one failed: attach again"))
             return result
@@ -172,7 +165,7 @@ class SimulatedSteps:
         )
         pending.result.set_result(output)
 
-    def _with_disk_moves(self, output: StepOutput, now_s: float) -> StepOutput:
+    def _with_disk_moves(self, output: Result, now_s: float) -> Result:
         stored = self._disk.take_stored(output.step_id, now_s)
         loaded = self._disk.take_loaded(output.step_id, now_s)
         self._tiers.end_stores(stored)
@@ -182,7 +175,7 @@ class SimulatedSteps:
         self._labels.end_loads(loaded, none)
         return replace(output, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
 
-    def _move_to_and_from_disk(self, step: StepInput) -> None:
+    def _move_to_and_from_disk(self, step: Plan) -> None:
         src, dst = step.disk_store_src_block_ids, step.disk_store_dst_block_ids
         self._tiers.store(src, dst)
         self._disk.store(dst, step.step_id, time.monotonic())
@@ -203,7 +196,7 @@ class SimulatedSteps:
         self._computing_step_id = 0
         self._spans.clear(time.time())
 
-    def _run(self, step: StepInput) -> tuple[ScheduledRows, StepOutput]:
+    def _run(self, step: Plan) -> tuple[ScheduledRows, Result]:
         tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
         released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
         scheduled = self._rows.apply(step)
@@ -211,8 +204,8 @@ class SimulatedSteps:
         self._ledger.apply(step, released, self._rows, scheduled)
         self._labels.apply(step, self._rows, scheduled)
         self._spans.released(step.released_rows.tolist(), time.time())
-        self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        self._spans.opened(step.new_sequences, time.time())
+        for new in step.new_sequences:
             self._sampling.set(new.row, new.sampling)
             self._heeds_eos[new.row] = not new.sampling.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
@@ -224,7 +217,7 @@ class SimulatedSteps:
         )
         return scheduled, self._sample(step.step_id, scheduled, step_s / self._speedup)
 
-    def _sample(self, step_id: int, scheduled: ScheduledRows, execute_s: float) -> StepOutput:
+    def _sample(self, step_id: StepId, scheduled: ScheduledRows, execute_s: float) -> Result:
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
         positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
@@ -241,7 +234,7 @@ class SimulatedSteps:
         logprobs = self._logprobs(rows, token_ids)
         self._rows.store_logprobs(rows, incarnations, logprobs)
         sampled_rows = rows.astype(np.int32)
-        return StepOutput(
+        return Result(
             step_id=step_id,
             sampled_rows=sampled_rows,
             sampled_token_ids=token_ids.astype(np.int32),

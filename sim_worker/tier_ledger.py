@@ -8,7 +8,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step.messages import BrokenInvariantError, Int32Array, Limits
+from contract.arrays import Int32Array
+from contract.errors import BrokenInvariantError
+from contract.limits import Limits
 
 Slots = npt.NDArray[np.uint64]
 """uint64[N, P]: what the slots of N blocks were computed from."""

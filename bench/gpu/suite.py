@@ -24,7 +24,7 @@ _ROOT: Final = _BENCH.parent
 _KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized", "rotary",
                    "rotary_store", "sample", "store")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
-_POOL_TEST: Final = "tests/unit/gpu_worker/test_worker_elastic_memory.py"
+_POOL_TEST: Final = "tests/unit/gpu_worker/memory/test_elastic.py"
 _LOG_LINES: Final = 12
 _SMOKE_LIMIT_S: Final = 200
 """For parts that take seconds, on a machine that may be busy."""

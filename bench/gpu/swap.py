@@ -21,13 +21,14 @@ from harness.turns import turns
 from kv.memcpy import swap_over_memcpy
 from make_model import SHAPES, write_shape
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 
 _BLOCK_SIZE = 16
 _ROUND_STEPS = 8
@@ -71,7 +72,7 @@ class DecodeLoop:
 
     def _begin(self, per_row: int) -> None:
         rows = tuple(
-            NewRow(
+            NewSequence(
                 seq_id=row,
                 row=row,
                 token_ids=np.full(2, 5, np.int32),
@@ -84,10 +85,10 @@ class DecodeLoop:
             for row in range(self.num_rows)
         )
         self.executor.step(
-            StepInput(
+            Plan(
                 self._step_id,
                 0,
-                new_rows=rows,
+                new_sequences=rows,
                 chunk_rows=np.arange(self.num_rows, dtype=np.int32),
                 chunk_lens=np.full(self.num_rows, 2, np.int32),
             )
@@ -107,7 +108,7 @@ class DecodeLoop:
         launched = []
         for _ in range(_ROUND_STEPS):
             self._step_id += 1
-            step = StepInput(self._step_id, self.num_rows, **moves)
+            step = Plan(self._step_id, self.num_rows, **moves)
             launched.append(self.executor.launch(step))
             if len(launched) >= self.executor.max_in_flight:
                 self.executor.collect(launched.pop(0))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
+from contract.arrays import Int32Array, ints
+from contract.step import NewSequence, Plan, Result
 
 
 class Clock:
@@ -62,7 +63,7 @@ class SimulatedWorker:
     def num_decoding(self) -> int:
         return int(self._is_decoding.sum())
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: Plan) -> Result:
         for row in plan.released_rows.tolist():
             del self.sequences[row]
             self._is_decoding[row] = False
@@ -84,7 +85,7 @@ class SimulatedWorker:
         self._num_known[sampled] += 1
         num_known = self._num_known[sampled]
         self._is_decoding[sampled] = num_known < self._end[sampled]
-        return StepOutcome(
+        return Result(
             plan.step_id,
             sampled.astype(np.int32),
             token_ids,

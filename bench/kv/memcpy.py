@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from harness.turns import turns
 
+from contract.arrays import Int32Array
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.step.messages import Int32Array
 
 
 def swap_over_memcpy(pool: KvPool, num_rounds: int) -> dict[str, float]:

@@ -7,8 +7,9 @@ import numpy as np
 from harness.device import SimulatedWorker
 from kv.replay import MAX_BATCHED_TOKENS, Job, Step, share_outside
 
+from contract.arrays import Int32Array
+from contract.step import NewSequence, Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -82,7 +83,7 @@ class PagedEngine:
             self._submit()
         return step
 
-    def _move_blocks(self, plan: StepPlan) -> None:
+    def _move_blocks(self, plan: Plan) -> None:
         for row in plan.released_rows.tolist():
             self._is_held[self._tables.pop(row)] = False
         for new in plan.new_sequences:
@@ -111,7 +112,7 @@ class PagedEngine:
         for table in self._tables.values():
             table[:] = [moved.get(block, block) for block in table]
 
-    def _see_why_head_waits(self, plan: StepPlan) -> None:
+    def _see_why_head_waits(self, plan: Plan) -> None:
         """Record why the head of the queue, if it never ran, did not start in a step with room."""
         load = self._core.load()
         is_full = plan.num_scheduled_tokens == MAX_BATCHED_TOKENS

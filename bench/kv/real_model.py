@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from contract.arrays import Int32Array
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Int32Array, Limits, NewRow, StepInput
 from gpu_worker.step.model_runner import Decoder
 
 BLOCK_SIZE = 16
@@ -56,7 +58,7 @@ class Engine:
     def run(self, token_ids: Int32Array, first_block: int, start: int, stop: int) -> None:
         """Compute tokens [start, stop) of a sequence whose blocks begin at `first_block`."""
         blocks = np.arange(-(-len(token_ids) // BLOCK_SIZE), dtype=np.int32) + first_block
-        row = NewRow(
+        row = NewSequence(
             seq_id=0,
             row=0,
             token_ids=token_ids,
@@ -67,7 +69,7 @@ class Engine:
             max_total_tokens=len(token_ids) + 1,
         )
         one = np.ones(1, np.int32)
-        step = StepInput(1, 0, new_rows=(row,), chunk_rows=0 * one, chunk_lens=(stop - start) * one)
+        step = Plan(1, 0, new_sequences=(row,), chunk_rows=0 * one, chunk_lens=(stop - start) * one)
         self.executor.step(step)
         self.executor.reset()
 

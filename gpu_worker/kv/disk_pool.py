@@ -16,10 +16,10 @@ from typing import TypeAlias
 import numpy as np
 import structlog
 
+from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
-from gpu_worker.step.messages import Int32Array
 
 _NUM_STORING, _NUM_LOADING = 2, 4
 """Threads. Loads have more, because sequences wait for them, and their own, so that no load waits

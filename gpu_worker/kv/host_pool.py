@@ -23,11 +23,11 @@ import structlog
 import torch
 from isal import isal_zlib
 
+from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.copy_streams import CopyStreams, TransferMeter
 from gpu_worker.memory.transfer import upload
-from gpu_worker.step.messages import Int32Array
 from kernels import ops
 
 _log = structlog.get_logger()

@@ -6,6 +6,8 @@ import numpy as np
 import structlog
 import torch
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
 from gpu_worker.kv.layout import KvDtypes
@@ -25,7 +27,6 @@ from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.cuda_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 
@@ -106,7 +107,7 @@ def _run_largest_step(
 ) -> int:
     """Peak bytes that torch allocates during that step, weights included."""
     step = largest_step(limits)
-    num_blocks = sum(len(new.block_ids) for new in step.new_rows)
+    num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
     pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -133,7 +134,7 @@ def _run_largest_graph(
     return peak - before
 
 
-def largest_step(limits: Limits) -> StepInput:
+def largest_step(limits: Limits) -> Plan:
     """The largest step: most tokens, over most rows, all of which sample.
 
     They use the sampling parameters that take most memory. Blocks are numbered from 0.
@@ -143,11 +144,11 @@ def largest_step(limits: Limits) -> StepInput:
     length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len - 1)
     blocks = np.arange(num_rows * -(-length // limits.block_size), dtype=np.int32)
     sampling = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
-    return StepInput(
+    return Plan(
         step_id=1,
         num_decodes=0,
-        new_rows=tuple(
-            NewRow(
+        new_sequences=tuple(
+            NewSequence(
                 seq_id=row,
                 row=row,
                 token_ids=np.zeros(length, np.int32),

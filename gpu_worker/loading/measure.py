@@ -10,12 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 
 _SWAP_BYTES = 64 * 1024**2
 _MAX_PREFILL_TOKENS = 512
@@ -74,7 +75,7 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
     """Tokens per second of computing one prompt. All rows are free before and after."""
     room = min(limits.max_num_batched_tokens, limits.num_blocks * limits.block_size)
     length = min(room, limits.max_model_len - 1, _MAX_PREFILL_TOKENS)
-    row = NewRow(
+    row = NewSequence(
         seq_id=0,
         row=0,
         token_ids=np.zeros(length, np.int32),
@@ -84,10 +85,10 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
         sampling=SamplingParams(seed=0),
         max_total_tokens=length + 1,
     )
-    step = StepInput(
-        step_id=0,
+    step = Plan(
+        step_id=StepId(0),
         num_decodes=0,
-        new_rows=(row,),
+        new_sequences=(row,),
         chunk_rows=np.zeros(1, np.int32),
         chunk_lens=np.full(1, length, np.int32),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.loading import kv_memory, measure
@@ -30,7 +31,6 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization

@@ -9,6 +9,8 @@ import structlog
 import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.rank_model import ModelPart, load_part
@@ -22,10 +24,8 @@ from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
 from gpu_worker.parallel.place import Place
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
@@ -121,6 +121,7 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
         host_is_device_memory=loaded.device.type == "cpu",
         can_unload=num_ranks == 1,
+        instance_id=new_instance_id(),
     )
 
 

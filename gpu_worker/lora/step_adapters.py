@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from contract.arrays import Int64Array
 from gpu_worker.lora.adapter import (
     ATTENTION_OUTPUT,
     DOWN,
@@ -22,7 +23,6 @@ from gpu_worker.lora.adapter import (
 )
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.step.messages import Int64Array
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 

@@ -5,8 +5,9 @@ to a level changes the readings, and must not be undone by the first of them.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
+
+from contract.info import MemoryLevel
 
 _NUM_CALM = 5
 """Better readings in a row that lower the level."""
@@ -14,19 +15,11 @@ _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 
 
-class Level(Enum):
-    """How short memory is. The metric has the same numbers."""
-
-    OK = 0
-    WARNING = 1
-    CRITICAL = 2
-
-
 class WatchedMemory(Protocol):
     """Reports the level; from any thread."""
 
     @property
-    def level(self) -> Level | None:
+    def level(self) -> MemoryLevel | None:
         """How short memory is; None if it is not watched."""
 
 
@@ -37,11 +30,11 @@ class Thresholds:
     warning: float
     critical: float
 
-    def level(self, available: int, total: int) -> Level:
+    def level(self, available: int, total: int) -> MemoryLevel:
         """The level of `available` out of `total` bytes."""
         if available < self.critical * total:
-            return Level.CRITICAL
-        return Level.WARNING if available < self.warning * total else Level.OK
+            return MemoryLevel.CRITICAL
+        return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK
 
 
 def choose_thresholds(
@@ -68,10 +61,10 @@ class LevelMeter:
     """Turns readings into a level, with hysteresis."""
 
     def __init__(self) -> None:
-        self.level = Level.OK
-        self._calm: list[Level] = []  # the last readings in a row better than the level
+        self.level = MemoryLevel.OK
+        self._calm: list[MemoryLevel] = []  # the last readings in a row better than the level
 
-    def take(self, read: Level) -> Level:
+    def take(self, read: MemoryLevel) -> MemoryLevel:
         """Add a reading; returns the level, which may have changed."""
         if read.value >= self.level.value:
             self.level, self._calm = read, []

@@ -11,9 +11,10 @@ from typing import Protocol
 import structlog
 import torch
 
+from contract.info import MemoryLevel
 from gpu_worker import metrics
 from gpu_worker.memory.available import device_available_bytes, device_total_bytes
-from gpu_worker.memory.level import Level, LevelMeter, choose_thresholds
+from gpu_worker.memory.level import LevelMeter, choose_thresholds
 
 _INTERVAL_S = 1.0
 
@@ -114,11 +115,11 @@ class MemoryMonitor:
         self._stopped = threading.Event()
 
     @property
-    def level(self) -> Level | None:
+    def level(self) -> MemoryLevel | None:
         """The level at the last reading; None if watching has failed."""
         return None if self._has_failed else self._meter.level
 
-    def check(self) -> Level:
+    def check(self) -> MemoryLevel:
         """Take a reading."""
         seen = self._driver.read()
         kinds = {
@@ -134,7 +135,7 @@ class MemoryMonitor:
         level = self._meter.take(self._thresholds.level(seen.available, seen.total))
         metrics.DEVICE_MEMORY_LEVEL.set(level.value)
         if level is not before:
-            tell = _log.info if level is Level.OK else _log.warning
+            tell = _log.info if level is MemoryLevel.OK else _log.warning
             tell(
                 "device memory",
                 level=level.name,
@@ -152,7 +153,7 @@ class MemoryMonitor:
     def stop(self) -> None:
         """Stop; the metric then says that memory is enough."""
         self._stopped.set()
-        metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)
+        metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
 
     def run(self) -> None:
         """Take readings until one fails, or `stop`."""
@@ -162,5 +163,5 @@ class MemoryMonitor:
                 self._stopped.wait(_INTERVAL_S)
         except (RuntimeError, OSError, ValueError) as error:  # steps report a device's failure
             self._has_failed = True
-            metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)
+            metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
             _log.warning("device memory is watched no more", error=str(error))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
+from contract.arrays import BoolArray
 from gpu_worker.parallel.place import Place
-from gpu_worker.step.messages import BoolArray
 from gpu_worker.weights.linear import Linear
 
 

@@ -15,12 +15,12 @@ import structlog
 from contract.errors import QuireError
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.member import Member
-from gpu_worker.service.step_wire import step_input_from_proto
+from gpu_worker.service.step_wire import plan_of
 from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from contract.limits import Limits
     from gpu_worker.step.executor import Executor, LaunchedStep
-    from gpu_worker.step.messages import Limits
 import signal
 
 from gpu_worker.parallel.member import LocalRanks
@@ -59,9 +59,7 @@ class Follower:
             frame = self._frames.get()
             match frame.kind:
                 case Kind.LAUNCH:
-                    step = step_input_from_proto(
-                        worker_pb2.StepBatch.FromString(frame.content), limits
-                    )
+                    step = plan_of(worker_pb2.StepBatch.FromString(frame.content), limits)
                     try:
                         pending.append(executor.launch(step))
                     except QuireError as error:  # rank 0 refuses it, too, and reports it

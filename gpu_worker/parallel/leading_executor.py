@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from contract.errors import QuireError, UnimplementedError
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.executor import Executor, LaunchedStep
-from gpu_worker.step.messages import StepInput, StepOutput
 from gpu_worker.step.rows import Rows
 
 
@@ -44,13 +44,13 @@ class LeadingExecutor:
         """None: each rank has only a part of a block, so blocks are not read or written whole."""
         return
 
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, step: Plan) -> LaunchedStep:
         assert step.serialize is not None, "a step of the scheduler's"
         self._leader.tell(Frame(Kind.LAUNCH, step.serialize()))
         with self._together():
             return self._executor.launch(step)
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
+    def collect(self, launched: LaunchedStep) -> Result:
         with self._together():
             output = self._executor.collect(launched)
         self._leader.tell(Frame(Kind.COLLECT))

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import BoolArray, Int64Array
+from contract.step import TokenLogprob
 from gpu_worker.memory.transfer import Download
-from gpu_worker.step.messages import BoolArray, Int64Array, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)

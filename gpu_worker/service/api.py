@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 import grpc.aio
 import structlog
 
+from contract.codec.info import memory_level_to_proto, worker_info_to_proto
+from contract.codec.state import holdings_to_parts
 from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -18,26 +20,21 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
+from contract.info import WorkerInfo
+from contract.lora import LoraAdapter
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker import metrics
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
-from gpu_worker.service.description_wire import (
-    holdings_to_proto,
-    worker_info_to_proto,
-    worker_state_to_proto,
-)
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
-    step_output_to_proto,
+    plan_of,
+    result_to_proto,
 )
 from gpu_worker.service.streams import Execution, Executions
-from gpu_worker.service.worker_info import WorkerInfo, WorkerState
-from gpu_worker.step.messages import StepInput, StepOutput
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
@@ -61,7 +58,7 @@ class Steps(HostBlocks, Protocol):
     async def attach(self, attachment: int) -> Holdings:
         """Forget all rows; then obey only `attachment`. Returns what the worker held."""
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
+    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
@@ -119,12 +116,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._loaded()[0].model_id
 
     @property
-    def adapters(self) -> Mapping[AdapterId, int]:
+    def adapters(self) -> Mapping[LoraAdapter, int]:
         """The LoRA adapters that batches may name, and their numbers."""
         return self._loaded()[0].limits.adapters
 
     @adapters.setter
-    def adapters(self, adapters: Mapping[AdapterId, int]) -> None:
+    def adapters(self, adapters: Mapping[LoraAdapter, int]) -> None:
         info, _ = self._loaded()
         self._info = replace(info, limits=replace(info.limits, adapters=adapters))
 
@@ -213,7 +210,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"epoch {request.epoch} has sent a step, or has not finished attaching; "
                 "what the worker held can be read in between"
             )
-        for part in holdings_to_proto(attachment.holdings):
+        for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
             await context.write(part)
 
@@ -232,7 +229,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 assert execution.attachment is not None, "a result without a batch"
                 execution.attachment.done_step_id = output.step_id
                 with timeline.span("encode the result"):
-                    message = step_output_to_proto(output, execution.attachment.epoch)
+                    message = result_to_proto(output, execution.attachment.epoch)
                 await context.write(message)
         finally:
             reader.cancel()
@@ -251,7 +248,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
             self._heard_s = now_s
-        state = WorkerState(
+        return worker_pb2.DescribeDeviceResponse(
+            worker=worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
@@ -259,10 +257,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 (self._is_unloaded or bool(self._executions))
                 and now_s - self._heard_s < LOST_AFTER_S
             ),
-            memory_level=None if self._memory is None else self._memory.level,
+            memory_level=memory_level_to_proto(
+                None if self._memory is None else self._memory.level
+            ),
             is_unloaded=self._is_unloaded,
         )
-        return worker_state_to_proto(self._info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -358,9 +357,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         else:
             execution.results.end()
 
-    def _take(
-        self, batch: worker_pb2.StepBatch, execution: Execution
-    ) -> "asyncio.Future[StepOutput]":
+    def _take(self, batch: worker_pb2.StepBatch, execution: Execution) -> "asyncio.Future[Result]":
         """Check a batch and submit it."""
         info, steps = self._loaded()
         newest = self._attachments.of(batch.epoch)
@@ -380,7 +377,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
-            step = step_input_from_proto(batch, info.limits)
+            step = plan_of(batch, info.limits)
         return steps.submit(newest.number, step)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
-from gpu_worker.service.holdings import Holdings
+from contract.state import Holdings
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from contract.errors import QuireError
+from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
-from gpu_worker.step.messages import StepOutput
 
 _MAX_OWED = 4
 """Batches accepted before their results are sent; a scheduler sends two ahead."""
@@ -17,7 +17,7 @@ class ResultStream:
     """A queue of futures with an end. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._owed: deque[asyncio.Future[StepOutput]] = deque()
+        self._owed: deque[asyncio.Future[Result]] = deque()
         self._room = asyncio.Semaphore(_MAX_OWED)
         self._changed = asyncio.Event()
         self._end: Exception | None = None
@@ -27,7 +27,7 @@ class ResultStream:
         """Wait for room for one more result; before each `owe`."""
         await self._room.acquire()
 
-    def owe(self, result: "asyncio.Future[StepOutput]") -> None:
+    def owe(self, result: "asyncio.Future[Result]") -> None:
         """Queue one more result to send; after the end it is cancelled."""
         if self._is_over:
             result.cancel()
@@ -56,7 +56,7 @@ class ResultStream:
                 result.exception()  # retrieved, or asyncio logs it
         self._owed.clear()
 
-    async def results(self) -> AsyncIterator[StepOutput]:
+    async def results(self) -> AsyncIterator[Result]:
         """Yield results in order; raises a step's error, or the error of `end`."""
         while True:
             while not self._owed and not self._is_over:

@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from contract.arrays import BoolArray, Int64Array
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload
@@ -29,7 +32,6 @@ from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
 from gpu_worker.step.model_runner import Decoder, forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
@@ -63,7 +65,7 @@ class ModelDrafter:
     def num_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput, rows: Rows) -> None:
+    def prepare(self, step: Plan, rows: Rows) -> None:
         """Follow moved, new and swapped-in blocks."""
         block_size = self._limits.block_size
         self._is_valid[step.swap_in_dst_block_ids] = False
@@ -73,7 +75,7 @@ class ModelDrafter:
             where = upload([src.astype(np.int64), dst.astype(np.int64)], self._device)
             self._pool.copy(*where)
         self._is_valid[step.appended_block_ids] = False
-        for new in step.new_rows:
+        for new in step.new_sequences:
             table = rows.block_tables[new.row, : len(new.block_ids)]
             num_full = new.num_computed_tokens // block_size
             self._is_valid[table[num_full:]] = False

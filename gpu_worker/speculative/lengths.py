@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpu_worker.step.messages import Int64Array
+from contract.arrays import Int64Array
 
 _ROW_MEMORY = 0.9
 """Weight that a row's old guesses keep with each step that has new ones."""

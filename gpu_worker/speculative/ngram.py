@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
-from gpu_worker.step.messages import BoolArray, Int32Array, Int64Array, StepInput
 from gpu_worker.step.rows import Rows
 
 
@@ -39,7 +40,7 @@ class NgramDrafter:
     def num_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput, rows: Rows) -> None:
+    def prepare(self, step: Plan, rows: Rows) -> None:
         """Forget released rows."""
         del rows
         for row in step.released_rows.tolist():

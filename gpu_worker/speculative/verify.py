@@ -28,12 +28,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int64Array
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker import metrics
 from gpu_worker.sampling.params import NO_TOKEN
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Drafter, Guesses
 from gpu_worker.speculative.lengths import DraftLengths
-from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
@@ -52,12 +54,12 @@ class Speculation:
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
         self._guessing_s = 0.0  # in the current step
 
-    def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
+    def extend(self, step: Plan, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for decoding rows, as many as are worth it and have room."""
         self._guessing_s = 0.0
         self._drafter.prepare(step, self._rows)
-        if step.new_rows:
-            self._lengths.open([new.row for new in step.new_rows])
+        if step.new_sequences:
+            self._lengths.open([new.row for new in step.new_sequences])
         if not scheduled.num_decodes:
             return scheduled
         decoding = scheduled.rows[: scheduled.num_decodes]

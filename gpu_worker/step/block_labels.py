@@ -9,14 +9,17 @@ Nothing here waits: what a GPU will copy later, in stream order, counts as copie
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.service.holdings import HeldBlocks, Holdings, Labels
-from gpu_worker.step.messages import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
+from contract.arrays import Int32Array, Int64Array, Labels
+from contract.hashing import HASH_BYTES, BlockHash
+from contract.limits import Limits
+from contract.state import HeldBlocks, Holdings, Pins
+from contract.step import Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 
@@ -32,9 +35,9 @@ class LabelPins:
         self.max_pins = max_pins
         """As many as there are blocks. The scheduler does not report unpinning."""
         self._clock = clock
-        self._ends: dict[bytes, float] = {}  # in the order of pinning
+        self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
-    def pin(self, pins: Iterable[tuple[bytes, float]]) -> None:
+    def pin(self, pins: Pins) -> None:
         """Keep each label for so many seconds from now."""
         now = self._clock()
         for label, seconds in pins:
@@ -49,7 +52,7 @@ class LabelPins:
                     break
                 del self._ends[label]
 
-    def held(self) -> tuple[tuple[bytes, float], ...]:
+    def held(self) -> Pins:
         """Labels whose time is not over, and how many seconds are left."""
         now = self._clock()
         return tuple((label, end - now) for label, end in self._ends.items() if end > now)
@@ -65,7 +68,7 @@ class TierLabels:
     """The labels of one tier's blocks, and the order in which they were given."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._labels = np.zeros((num_blocks, LABEL_BYTES), np.uint8)
+        self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
         """When each label was given, by the caller's count; 0: the block has none."""
 
@@ -125,7 +128,7 @@ class BlockLabels:
         self._stores: dict[int, tuple[Labels, Int64Array]] = {}
         self._loads: dict[int, int] = {}
 
-    def apply(self, step: StepInput, rows: Rows, scheduled: ScheduledRows) -> None:
+    def apply(self, step: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
         """Follow what a step names, moves and writes. Moves are taken to succeed."""
         self._name(step.labelled_block_ids, step.labels)
         self._pins.pin(step.pins)
@@ -152,7 +155,7 @@ class BlockLabels:
             self._pins.held(),
         )
 
-    def fail_swap_ins(self, step: StepInput, failed: Int32Array) -> None:
+    def fail_swap_ins(self, step: Plan, failed: Int32Array) -> None:
         """Follow failed swap-ins: their sources lose their labels, their targets become void.
 
         Args:
@@ -220,7 +223,7 @@ class BlockLabels:
         ages[self._is_void[blocks]] = 0
         self.device.give(blocks, labels, ages)
 
-    def _begin_disk_moves(self, step: StepInput) -> None:
+    def _begin_disk_moves(self, step: Plan) -> None:
         if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
             return
         for src, dst in _pairs(step.disk_store_src_block_ids, step.disk_store_dst_block_ids):

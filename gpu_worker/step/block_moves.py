@@ -9,12 +9,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from contract.arrays import Int32Array
+from contract.step import Plan
 from gpu_worker.kv.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.memory.transfer import upload
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import Int32Array, StepInput
 
 
 class Pool(Protocol):
@@ -53,7 +54,7 @@ class BlockMoves:
         self._device = device
         self._ranks = ranks
 
-    def start(self, step: StepInput) -> Int32Array:
+    def start(self, step: Plan) -> Int32Array:
         """Start a step's moves; on a GPU they are enqueued before the step's computation.
 
         Returns:
@@ -100,7 +101,7 @@ class BlockMoves:
             torch.cuda.synchronize(self._device)  # launched work may still touch the pool
         self._pool.close()
 
-    def _swap(self, step: StepInput) -> Int32Array:
+    def _swap(self, step: Plan) -> Int32Array:
         if self.host_pool is None:
             return step.swap_in_dst_block_ids  # empty: there are no host blocks to name
         self.host_pool.begin_step()
@@ -116,7 +117,7 @@ class BlockMoves:
         return failed_anywhere
 
 
-def _move_to_and_from_disk(step: StepInput, host_pool: HostPool, disk_pool: DiskPool) -> None:
+def _move_to_and_from_disk(step: Plan, host_pool: HostPool, disk_pool: DiskPool) -> None:
     """Start the moves between host and disk, before this step's swaps touch the host."""
     if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
         return

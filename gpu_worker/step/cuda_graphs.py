@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from contract.limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 

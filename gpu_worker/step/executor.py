@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
+from contract.limits import Limits
+from contract.state import Holdings
+from contract.step import Plan, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -25,20 +29,11 @@ from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
 from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Limits,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
 from gpu_worker.step.model_runner import Decoder, ModelRunner
 from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -51,7 +46,7 @@ from rpc.observe import timeline
 class LaunchedStep:
     """A launched step that has not been collected."""
 
-    step_id: int
+    step_id: StepId
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
@@ -207,11 +202,11 @@ class Executor:
         """None if the worker has no host tier."""
         return self._moves.host_pool
 
-    def step(self, step: StepInput) -> StepOutput:
+    def step(self, step: Plan) -> Result:
         return self.collect(self.launch(step))
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, step: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
         First the rows change: sequences leave, join, and get more blocks; this fixes which rows
@@ -249,7 +244,7 @@ class Executor:
             step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
+    def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
@@ -287,7 +282,7 @@ class Executor:
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
         disk = self._moves.take_ended(launched.step_id)
-        return StepOutput(
+        return Result(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
@@ -312,16 +307,16 @@ class Executor:
             ),
         )
 
-    def _change_sequences(self, step: StepInput) -> None:
+    def _change_sequences(self, step: Plan) -> None:
         """Tell sampler, adapters and spans which sequences left and joined."""
         released = step.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
             self._adapters.free_unused()
-        if step.new_rows:
-            self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        if step.new_sequences:
+            self._spans.opened(step.new_sequences, time.time())
+        for new in step.new_sequences:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
 

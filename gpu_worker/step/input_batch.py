@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import AttentionMetadata, WantedTokens
-from gpu_worker.step.messages import Int32Array, Int64Array
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _NONE: Final = np.empty(0, np.int64)

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import structlog
 import torch
 
+from contract.arrays import Int64Array
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
@@ -16,7 +18,6 @@ from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import Int64Array, Limits
 from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows

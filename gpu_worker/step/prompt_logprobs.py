@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from contract.step import PromptLogprobs, TokenLogprob
 from gpu_worker.memory.transfer import Download, upload
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.step.messages import PromptLogprobs, TokenLogprob
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2

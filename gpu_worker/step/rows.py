@@ -18,18 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contract.errors import InvalidArgumentError
-from gpu_worker.service.holdings import HeldRow
-from gpu_worker.step.messages import (
-    BoolArray,
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-    TokenLogprob,
-)
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.limits import Limits
+from contract.state import HeldRow
+from contract.step import NewSequence, Plan, TokenLogprob
 
 _NUM_LOGPROBS = 32
 """Kept for each row's last tokens: more than can be in steps and messages in flight, guesses
@@ -98,7 +91,7 @@ class Rows:
         """Tokens of the ended sequence, while `num_tokens` keeps counting as the scheduler does."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether its last token is an end token."""
-        self._new: list[NewRow | None] = [None] * num_rows
+        self._new: list[NewSequence | None] = [None] * num_rows
         """Each row as it was announced."""
         self._logprobs: dict[int, deque[TokenLogprob]] = {}
         """By row: log-probabilities of its last tokens, if wanted."""
@@ -107,7 +100,7 @@ class Rows:
     def num_used(self) -> int:
         return int(self.is_used.sum())
 
-    def apply(self, step: StepInput) -> ScheduledRows:
+    def apply(self, step: Plan) -> ScheduledRows:
         """Apply a step's changes, and count its computation as done.
 
         Raises:
@@ -118,7 +111,7 @@ class Rows:
         """
         if len(step.released_rows):
             self._release(step.released_rows)
-        for new_row in step.new_rows:
+        for new_row in step.new_sequences:
             self._add(new_row)
         if len(step.appended_rows):
             self._append_blocks(step.appended_rows, step.appended_block_ids)
@@ -238,7 +231,7 @@ class Rows:
         self.is_used[rows] = False
         self.is_decoding[rows] = False
 
-    def _add(self, new: NewRow) -> None:
+    def _add(self, new: NewSequence) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
         if self.is_used[row]:
             raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
@@ -271,7 +264,7 @@ class Rows:
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
 
-    def _schedule(self, step: StepInput) -> ScheduledRows:
+    def _schedule(self, step: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()
         if len(decoding) != step.num_decodes:
             raise BrokenInvariantError(

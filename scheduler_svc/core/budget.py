@@ -8,8 +8,9 @@ that among sequences.
 
 from collections.abc import Iterable
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from contract.step import StepId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence

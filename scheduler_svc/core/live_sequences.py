@@ -6,8 +6,9 @@ from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.plan import Admitted, Int32Array
+from scheduler_svc.core.events import Admitted
 from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.sequence import SeqStatus, Sequence

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contract.heartbeat import SILENT_AFTER_S
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 
 # --- how many tokens of prompts a step may have -------------------------------------------------
 
@@ -144,7 +144,7 @@ class StepPacer:
         """What many tokens of prompts add to a step."""
         self._few = _Added()
         """What a few tokens of prompts add to a step that decodes, too."""
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[Plan] = deque()
         self._began_s = 0.0
         """When the oldest step in flight began, as far as is known."""
         self._share_alone = _Average()
@@ -233,7 +233,7 @@ class StepPacer:
             expected_s += num_prompt_tokens * (token_s or 0.0)
         return expected_s
 
-    def sent(self, plan: StepPlan, now_s: float) -> None:
+    def sent(self, plan: Plan, now_s: float) -> None:
         """Take a step that goes out."""
         if not self._in_flight:
             self._began_s = now_s

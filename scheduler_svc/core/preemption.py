@@ -14,11 +14,11 @@ and nothing is copied. Tokens of steps in flight are dropped; it will draw the s
 
 from collections.abc import Callable
 
+from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows

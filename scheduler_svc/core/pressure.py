@@ -4,20 +4,10 @@ Nothing is refused or lost. A sequence that may not start waits in its place; on
 draws the same tokens later. How much of prompts a step may have then, `budget.py` decides.
 """
 
-from enum import Enum
+from contract.info import MemoryLevel
 
 _HALVE_AGAIN_S = 10.0
 """Longer than a worker's level takes to follow its memory. Chosen, not measured."""
-
-
-class MemoryLevel(Enum):
-    """How short the memory of a worker's device is, as the worker reports; also a metric."""
-
-    OK = 0
-    WARNING = 1
-    """What runs goes on, and nothing is added."""
-    CRITICAL = 2
-    """Less must run, and soon."""
 
 
 class Pressure:

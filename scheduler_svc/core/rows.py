@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 from scheduler_svc.core.policies.accounts import RowAccounts
 from scheduler_svc.core.sequence import Sequence
 

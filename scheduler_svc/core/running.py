@@ -6,22 +6,17 @@ from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import extend_chain, tail_hash
+from contract.step import NewSequence, Plan, StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
-from scheduler_svc.core.handover.holdings import identity, swap_root
+from scheduler_svc.core.events import Preempted, Started
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
-from scheduler_svc.core.plan import (
-    Int32Array,
-    NewSequence,
-    Preempted,
-    Started,
-    StepId,
-    StepPlan,
-)
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import FoundKv, Publisher
 from scheduler_svc.core.request import SeqId
@@ -177,7 +172,7 @@ class RunningSet:
         """Whether a sequence may compute in the step being planned: what it needs came before."""
         return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
-    def compute_chunk(self, seq: Sequence, draft: PlanDraft) -> bool:
+    def compute_chunk(self, seq: Sequence, draft: PlanBuilder) -> bool:
         """Compute as many of its known tokens as the budget grants; its account is charged.
 
         It may be called several times for one step.
@@ -209,7 +204,7 @@ class RunningSet:
         self._decodes.start(seq, draft.step_id)
         return True
 
-    def grow_tables(self, draft: PlanDraft) -> None:
+    def grow_tables(self, draft: PlanBuilder) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(draft.step_id)
@@ -238,7 +233,7 @@ class RunningSet:
         if num_evicted:
             self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
-    def send(self, draft: PlanDraft) -> StepPlan:
+    def send(self, draft: PlanBuilder) -> Plan:
         """Complete a plan and note that it goes out."""
         self._tier.send(draft)
         self._steps.send(draft.step_id)
@@ -352,7 +347,7 @@ class RunningSet:
             self._tier.pool.drop(seq.host_block_ids)
             seq.host_block_ids = ()
 
-    def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
+    def _announce(self, seq: Sequence, draft: PlanBuilder) -> None:
         """Tell the worker all about a sequence."""
         assert seq.row is not None
         seq.announced = True

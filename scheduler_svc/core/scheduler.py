@@ -16,6 +16,9 @@ part.
 from collections.abc import Collection, Iterable
 from typing import Final
 
+from contract.info import MemoryLevel
+from contract.state import Holdings
+from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.budget import TokenBudget
@@ -23,7 +26,7 @@ from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.holdings import Holdings
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moved_request import (
     Export,
@@ -43,12 +46,11 @@ from scheduler_svc.core.limits import (
     max_request_len,
 )
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.plan import Finished, StepEvents, StepId, StepOutcome, StepPlan
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.prefix import FoundKv, KvLookup
-from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.reports.load import read_load
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
@@ -219,7 +221,7 @@ class Scheduler:
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
         There is neither a prefill phase nor a decode phase. A running sequence has known tokens,
@@ -255,7 +257,7 @@ class Scheduler:
             plan = self._plan(now, max_paced_tokens, max_prompt_tokens)
         return plan
 
-    def update(self, outcome: StepOutcome) -> StepEvents:
+    def update(self, outcome: Result) -> StepEvents:
         """Apply the result of the oldest step in flight.
 
         Raises:
@@ -384,7 +386,7 @@ class Scheduler:
 
     def _plan(
         self, now: float, max_paced_tokens: int | None, max_prompt_tokens: int | None
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """Plan a step, as `schedule` tells."""
         step = StepId(self.steps.last + 1)
         num_preemptions = self.preemption.num_preemptions
@@ -392,7 +394,7 @@ class Scheduler:
         if not self.preemption.make_room(step):
             return None
         num_decodes = self.running.num_decoding
-        draft, budget = PlanDraft(step, now, num_decodes), self.budget
+        draft, budget = PlanBuilder(step, now, num_decodes), self.budget
         budget.begin_step(num_decodes, max_paced_tokens, max_prompt_tokens)
         self.running.grow_tables(draft)
         self.beams.advance(draft)
@@ -421,7 +423,7 @@ class Scheduler:
         while seq := self.queue.first_expired(now) or self.fetching.first_expired(now):
             self._expired += self._finish(seq, FinishReason.DEADLINE)
 
-    def _admit(self, draft: PlanDraft) -> None:
+    def _admit(self, draft: PlanBuilder) -> None:
         """Start waiting sequences, in order, as long as there are tokens, rows and blocks.
 
         A long prompt that may not start yet is overtaken, by short ones only. What becomes of a
@@ -475,7 +477,7 @@ class Scheduler:
                 return  # one step later nothing is lost
             self._start(seq, found, num_new, draft)
 
-    def _start(self, seq: Sequence, found: FoundKv, num_new: int, draft: PlanDraft) -> None:
+    def _start(self, seq: Sequence, found: FoundKv, num_new: int, draft: PlanBuilder) -> None:
         """Take a sequence out of the queue and let it run."""
         self.queue.remove(seq)
         self.num_recomputed_tokens += max(0, seq.num_computed_tokens - found.num_tokens)
@@ -488,7 +490,7 @@ class Scheduler:
         self.live.record_admitted(seq, found.num_tokens, draft.now)
         self._compute(seq, draft)
 
-    def _compute(self, seq: Sequence, draft: PlanDraft) -> None:
+    def _compute(self, seq: Sequence, draft: PlanBuilder) -> None:
         """Compute a chunk of a sequence's known tokens; after the last, its siblings fork."""
         if seq.loading_block_ids and not self.running.is_loaded(seq):
             return
@@ -524,7 +526,7 @@ class Scheduler:
                 seq.move(SeqStatus.WAITING)
                 self.queue.push(seq)
 
-    def _end_moves(self, outcome: StepOutcome) -> None:
+    def _end_moves(self, outcome: Result) -> None:
         """End swap-ins and disk moves; a sequence that needs one that failed computes again."""
         self.fetching.answer(outcome)
         self.tier.answer(outcome.step_id, outcome.failed_swap_in_block_ids)

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.hashing import BlockHash
+from contract.step import StepId
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Key, Rank
 from scheduler_svc.core.request import Request, SeqId, SeqKey
 

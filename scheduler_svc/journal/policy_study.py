@@ -22,10 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
 
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.pacing import least_tokens
-from scheduler_svc.core.plan import Finished, StepEvents, StepOutcome, StepPlan
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
@@ -262,7 +263,7 @@ class _Simulation:
         self._worker = SimulatedWorker(self._draw)
         self._names: dict[int, SeqName] = {}  # by sequence, as this core numbers them
         self._run = Run()
-        self._in_flight: deque[tuple[float, StepOutcome]] = deque()
+        self._in_flight: deque[tuple[float, Result]] = deque()
         self._free_at = 0.0
         self._unasked = {
             name: history
@@ -335,7 +336,7 @@ class _Simulation:
             return None
         return max(in_time, least_tokens(read_prompts(self._core), self._core.config))
 
-    def _remember_names(self, plan: StepPlan) -> None:
+    def _remember_names(self, plan: Plan) -> None:
         for new in plan.new_sequences:
             if (owner := self._core.owner(new.row)) is not None:
                 self._names[new.seq_id] = SeqName(*owner)

@@ -18,8 +18,11 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 import structlog
 
+from contract.info import MemoryLevel, WorkerInfo
+from contract.state import Holdings
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import Holdings
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -27,11 +30,8 @@ from scheduler_svc.core.handover.moved_request import (
     ImportId,
     MovedRequest,
 )
-from scheduler_svc.core.plan import Finished, StepEvents, StepOutcome, StepPlan
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.journal.core_calls import (
     BeginExport,
     BeginImport,
@@ -72,7 +72,7 @@ class RecordingScheduler(Scheduler):
     def __init__(
         self,
         config: SchedulerConfig,
-        record: Callable[[Call, StepPlan | None, str], None],
+        record: Callable[[Call, Plan | None, str], None],
         clock: Callable[[], float],
     ) -> None:
         """`clock` gives the time of calls that are given none: that of the `now` of the others."""
@@ -118,13 +118,13 @@ class RecordingScheduler(Scheduler):
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """See `Scheduler`."""
         call = Schedule(now, max_paced_tokens, max_prompt_tokens)
         bounds = (max_paced_tokens, max_prompt_tokens)
         return self._recorded(call, super().schedule, now, *bounds)
 
-    def update(self, outcome: StepOutcome) -> StepEvents:
+    def update(self, outcome: Result) -> StepEvents:
         """See `Scheduler`."""
         return self._recorded(Update(outcome, self._clock()), super().update, outcome)
 
@@ -159,7 +159,7 @@ class RecordingScheduler(Scheduler):
         except Exception as error:
             self._record(call, None, type(error).__name__)
             raise
-        self._record(call, answer if isinstance(answer, StepPlan) else None, "")
+        self._record(call, answer if isinstance(answer, Plan) else None, "")
         return answer
 
 
@@ -256,10 +256,10 @@ class _Recording:
         self._file = file
         self._is_over = False
         """Whether there is, or will be, an end in the file: nothing may follow it."""
-        self._gathered: deque[tuple[Call, StepPlan | None, str] | End] = deque()
+        self._gathered: deque[tuple[Call, Plan | None, str] | End] = deque()
         self._begin = MAGIC + to_frame(origin_to_payload(origin))
 
-    def add(self, call: Call, plan: StepPlan | None, raised: str) -> None:
+    def add(self, call: Call, plan: Plan | None, raised: str) -> None:
         """Have a call written, soon."""
         if self._is_over:
             return

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import BinaryIO
 
+from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.plan import Finished, StepEvents, StepId, StepPlan
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
@@ -166,7 +167,7 @@ class _Replayer:
         self.result.load = self._core.load()
 
     def _compare(self, entry: Entry) -> Difference | None:
-        plan: StepPlan | None = None
+        plan: Plan | None = None
         error: Exception | None = None
         try:
             plan = self._call(entry.call)
@@ -188,7 +189,7 @@ class _Replayer:
             error=error,
         )
 
-    def _call(self, call: Call) -> StepPlan | None:
+    def _call(self, call: Call) -> Plan | None:
         match call:
             case Inherit(holdings, now):
                 self._core.inherit(holdings, now)

@@ -3,8 +3,8 @@
 import math
 from collections import deque
 
+from contract.step import Plan
 from scheduler_svc.core.limits import Rates
-from scheduler_svc.core.plan import StepPlan
 
 _FORGETTING = 0.99
 """How much of an old best remains with each new observation. Chosen, not measured."""
@@ -21,10 +21,10 @@ class RateMeter:
         """`busy_step_tokens` is how many tokens keep the device busy in a step."""
         self.rates = Rates()
         self._full_enough = busy_step_tokens / 2
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._in_flight: deque[tuple[Plan, float]] = deque()
         """With how many tokens each is full enough."""
 
-    def sent(self, plan: StepPlan, max_prompt_tokens: int | None = None) -> None:
+    def sent(self, plan: Plan, max_prompt_tokens: int | None = None) -> None:
         """Take a step that goes out; its prompts may have so many tokens, None: any number."""
         most = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._in_flight.append((plan, min(self._full_enough, most)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from scheduler_svc.core.plan import StepId
+from contract.step import StepId
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 MAX_STEPS: Final = 1024

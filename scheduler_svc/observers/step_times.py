@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StepTimes:
     num_samples: int = 0
     """Recorded steps that this was learned from."""
 
-    def seconds(self, plan: StepPlan, config: SchedulerConfig) -> float:
+    def seconds(self, plan: Plan, config: SchedulerConfig) -> float:
         """Return how long a plan takes; moves between device and host come on top of it."""
         num_moves = len(plan.swap_out_src_block_ids) + len(plan.swap_in_src_block_ids)
         move_s = 0.0
@@ -39,7 +39,7 @@ class StepTimeSamples:
         """When the last result came, if the worker had another step then."""
         self._samples: list[tuple[int, float]] = []
 
-    def sent(self, plan: StepPlan) -> None:
+    def sent(self, plan: Plan) -> None:
         """Take a step that goes out."""
         self._num_tokens[plan.step_id] = plan.num_scheduled_tokens
 

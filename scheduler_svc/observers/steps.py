@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pacing import Pace, StepPacer
-from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.rate_meter import RateMeter
 
@@ -19,7 +19,7 @@ from scheduler_svc.observers.rate_meter import RateMeter
 class SentStep:
     """A step that was just sent."""
 
-    plan: StepPlan
+    plan: Plan
     step_id: int
     """As on the wire."""
     queues: Queues

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import structlog
 
 from contract.errors import QuireError
+from contract.info import MemoryLevel
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import FragmentationLevel
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.pressure import MemoryLevel
 
 log = structlog.get_logger()
 

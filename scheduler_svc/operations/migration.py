@@ -22,11 +22,11 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.roster import Roster
@@ -310,4 +310,4 @@ def _go_back(giving: Session, export: Export, taking: Session, room: Import | No
 
 
 def _keeps_kv(session: Session) -> bool:
-    return session.info.takes_kv and session.info.num_host_blocks > 0
+    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

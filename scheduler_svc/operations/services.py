@@ -4,12 +4,12 @@ import contextlib
 
 import grpc.aio
 
+from contract.codec.info import adapter_to_proto
 from contract.errors import InvalidArgumentError
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, loading_pb2, loading_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 from scheduler_svc.operations.loading import Loading
-from scheduler_svc.wire.adapters import adapter_to_proto
 from scheduler_svc.workers.adapters import Adapters
 
 

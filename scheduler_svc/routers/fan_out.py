@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from contract.errors import QuireError
+from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import Request, SourceId
-from scheduler_svc.domain import LoraAdapter, live_seq_keys
+from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto

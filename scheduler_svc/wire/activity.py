@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Final
 
+from contract.codec.info import memory_level_to_proto
 from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog, StepRecord
 from scheduler_svc.wire.load import load_to_proto
-from scheduler_svc.wire.memory_level import memory_level_to_proto
 
 _DEFAULT_STEPS: Final = 256
 

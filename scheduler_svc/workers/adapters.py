@@ -15,11 +15,12 @@ from typing import Protocol
 import structlog
 
 from contract.errors import FailedPreconditionError, NotFoundError, QuireError, UnavailableError
+from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.reports.load import has_live_with
 from scheduler_svc.core.request import Request
-from scheduler_svc.domain import ADAPTERS_SALT, LoadedAdapter, LoraAdapter, adapter_salt
+from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.workers.placement import UnplacedRequests
 from scheduler_svc.workers.roster import Roster, ask_all
 from scheduler_svc.workers.session import Session

@@ -11,15 +11,15 @@ from typing import Final
 import grpc.aio
 import structlog
 
+from contract.codec.info import worker_info_from_proto
+from contract.codec.state import check_holdings, holdings_from_proto
 from contract.errors import InvalidArgumentError, StaleEpochError, UnavailableError
+from contract.info import WorkerInfo
+from contract.state import Holdings
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.peers.discovery import Discovery
 from rpc.security.tls import ClientTls
-from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from scheduler_svc.workers.stream import WorkerClientConfig, WorkerLink, unavailable
 
 _POLL_TIMEOUT_S: Final = 1.0

@@ -4,7 +4,7 @@ A request that ran at several lost workers in a row, and gained no token at any,
 crashes them.
 """
 
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.reports.progress import Progress
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import live_seq_keys

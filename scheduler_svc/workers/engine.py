@@ -9,8 +9,9 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
+from contract.info import WorkerInfo
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.domain import SubmitRequest, WorkerInfo
+from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
@@ -189,7 +190,7 @@ class Engine:
             worker_id=info.worker_id,
             device=info.device,
             model=info.model.id,
-            num_blocks=info.num_blocks,
+            num_blocks=info.limits.num_blocks,
             num_held_rows=num_held_rows,
         )
         self.session = session

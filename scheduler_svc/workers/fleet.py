@@ -8,6 +8,7 @@ import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
+from contract.info import ModelInfo, WorkerInfo
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
@@ -17,9 +18,7 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
-    ModelInfo,
     SubmitRequest,
-    WorkerInfo,
     end_with_error,
     num_live_seqs,
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import QuireError
 from quire.v1 import worker_pb2
-from scheduler_svc.core.plan import Finished, StepEvents
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans

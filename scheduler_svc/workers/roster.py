@@ -10,9 +10,9 @@ from typing import Final, TypeVar
 import structlog
 
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
+from contract.info import ModelInfo, WorkerInfo
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.session import Session
 

@@ -13,13 +13,14 @@ from typing import TypeAlias, TypeVar
 
 from contract.errors import UnavailableError
 from contract.hashing import BlockHash
+from contract.info import MemoryLevel, ModelInfo, WorkerInfo
+from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.pacing import Pace
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -31,21 +32,14 @@ from scheduler_svc.core.reports.load import (
 from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.domain import (
-    Command,
-    LoadedAdapter,
-    LoraAdapter,
-    ModelInfo,
-    SubmitRequest,
-    WorkerInfo,
-)
+from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_log import StepLog
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
 from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
-from scheduler_svc.wire.worker import with_candidates
+from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.workers.commands import PostedCommands
 from scheduler_svc.workers.crash_counter import CrashCounter
 from scheduler_svc.workers.placement import WorkerLoad
@@ -281,6 +275,10 @@ class Session:
     async def work(self) -> None:
         """Schedule steps, send them and apply their results until the worker is lost.
 
+        The loop never waits for a particular step. Each turn applies posted commands and received
+        results, then sends steps as long as fewer than `MAX_STEPS_IN_FLIGHT` are in flight and the
+        pacer says that the next one is due; then it sleeps until `wake` is set.
+
         Raises:
             UnavailableError: It is lost; call `end`.
             BrokenInvariantError: A bug; going on could corrupt an output.
@@ -348,15 +346,16 @@ class Session:
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
 
     def _apply_result(self, timed: TimedResult) -> None:
-        result = timed.result
+        result, message = timed.result, timed.message
         started = time.perf_counter()
-        if result.prompt_logprobs:  # before the update: sequences that it ends lose their rows
-            scores = result.prompt_logprobs
+        if message.prompt_logprobs:  # before the update: sequences that it ends lose their rows
+            scores = message.prompt_logprobs
             self._events.publish_prompt_logprobs(timed.step_id, scores, self._core.owner)
         with timeline.span("update"):
-            events = self._core.update(with_candidates(result, self._core.beam_rows))
+            beam_rows = self._core.beam_rows
+            events = self._core.update(with_candidates(result, message.logprobs, beam_rows))
         with timeline.span("tell the routers"):
-            self._events.publish(timed.step_id, events, result.logprobs)
+            self._events.publish(timed.step_id, events, message.logprobs)
         update_s = time.perf_counter() - started
         self.has_progressed = True
         execute_s, rpc_s = result.execute_s, timed.rpc_s

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from contract.codec.info import adapter_from_worker, memory_level_from_proto
+from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
+from contract.info import MemoryLevel, WorkerInfo
+from contract.lora import LoadedAdapter, LoraAdapter
 from contract.packing import pack_int32
+from contract.state import Holdings
+from contract.step import Plan, Result
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
-from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
-from scheduler_svc.wire.adapters import adapter_from_proto
-from scheduler_svc.wire.memory_level import memory_level_from_proto
-from scheduler_svc.wire.worker import WorkerResult, plan_to_proto, result_from_proto
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
@@ -48,7 +47,9 @@ class TimedResult:
 
     step_id: int
     """As on the wire."""
-    result: WorkerResult
+    result: Result
+    message: worker_pb2.StepResult
+    """What it came in: its log-probabilities pass through to the routers."""
     rpc_s: float
     """How long the step was in flight."""
 
@@ -111,7 +112,7 @@ class WorkerLink:
             )
         ]
 
-    def send(self, plan: StepPlan) -> int:
+    def send(self, plan: Plan) -> int:
         """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
 
         Returns:
@@ -195,7 +196,7 @@ class WorkerLink:
         )
         with calling():
             loaded = await self._adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
-        return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
+        return LoadedAdapter(adapter_from_worker(loaded.adapter, "adapter"), loaded.was_there)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """Have the worker unload an adapter; see `AdapterService.UnloadAdapter`.
@@ -287,8 +288,8 @@ class WorkerLink:
                 "step_id", f"is {message.step_id}; the oldest step in flight is {expected}"
             )
         with timeline.span("decode the result"):
-            result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
-            self._ledger.check(result)
+            result = result_from_proto(message, self._step_id_base, self.info.limits.max_num_seqs)
+            self._ledger.check(result, message)
         sent = self._in_flight.popleft()
         self._since_result.on_message()
         if timeline.is_on():
@@ -299,7 +300,8 @@ class WorkerLink:
                 step_id=sent.step_id,
                 execute_ms=message.execute_s * 1e3,
             )
-        self._results.append(TimedResult(sent.step_id, result, self._loop.time() - sent.sent_at))
+        rpc_s = self._loop.time() - sent.sent_at
+        self._results.append(TimedResult(sent.step_id, result, message, rpc_s))
         self._wake.set()
 
     def _arm_watchdog(self) -> None:

@@ -15,13 +15,19 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from contract.arrays import ints
+from contract.codec.info import worker_info_from_proto
+from contract.codec.state import check_holdings, holdings_from_proto
+from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
+from contract.info import MemoryLevel, ModelInfo
+from contract.limits import Limits
+from contract.step import Plan, Result
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
+    plan_of,
 )
-from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
 from router.domain import ModelInfo as RouterModelInfo
@@ -42,11 +48,8 @@ from router.text.grammar import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
-from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.domain import ModelInfo
 from scheduler_svc.journal.core_calls import (
     Cancel,
     CoreOrigin,
@@ -66,11 +69,8 @@ from scheduler_svc.journal.recording_wire import (
     origin_to_payload,
     read_recording,
 )
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
 from scheduler_svc.wire.kv import query_from_proto
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.worker import result_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples
 from tests.fuzz.fuzzing import Case, Check, Target
 from tests.fuzz.http import bodies
@@ -268,8 +268,8 @@ def _recording_payloads() -> list[bytes]:
     )
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
-    assert isinstance(plan, StepPlan)
-    outcome = StepOutcome(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
+    assert isinstance(plan, Plan)
+    outcome = Result(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
     return [
         origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
         call_to_payload(Submit(request, 1.0), None, ""),
@@ -341,7 +341,7 @@ TARGETS = (
     Target("recording", st.tuples(_recordings()), _opened(_recording, RecordingError)),
     _of_messages(
         "step-batch",
-        lambda message: step_input_from_proto(message, LIMITS),
+        lambda message: plan_of(message, LIMITS),
         *examples.STEP_BATCHES,
     ),
     _of_messages(

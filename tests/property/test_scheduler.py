@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from contract.info import MemoryLevel
+from contract.step import Result
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
-from scheduler_svc.core.handover.holdings import identity
+from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from tests.property.configs import CHOICES, tiny_config
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker.identities = self.identities
         self.shrinks_to = None
         self.worker.disk.failure_rate = self.disk_failures
-        self.unanswered: deque[StepOutcome] = deque()
+        self.unanswered: deque[Result] = deque()
         self.to_resubmit: list[Request] = []
         self.reunion_until = self.now
 

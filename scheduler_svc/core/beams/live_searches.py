@@ -22,11 +22,11 @@ start from what they have in common with it.
 from collections.abc import Iterator
 from itertools import chain
 
+from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
 from scheduler_svc.core.request import SeqId
@@ -110,7 +110,7 @@ class BeamGroups:
         )
         return leader
 
-    def advance(self, draft: PlanDraft) -> None:
+    def advance(self, draft: PlanBuilder) -> None:
         """Begin the next step of each search that is ready; `num_blocks_due` blocks are free."""
         for group in self:
             if group.parents is not None:
@@ -118,7 +118,7 @@ class BeamGroups:
             elif group.can_spread:
                 self._spread(group)
 
-    def apply_candidates(self, outcome: StepOutcome) -> list[BeamGroup]:
+    def apply_candidates(self, outcome: Result) -> list[BeamGroup]:
         """Take the candidates that a step's result has; return the searches that are over."""
         over: list[BeamGroup] = []
         if not self._groups:
@@ -142,7 +142,7 @@ class BeamGroups:
         if self._policy.has_accounts:
             self._policy.charge(group.leader.rank.account, 0, len(group.places))
 
-    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], draft: PlanDraft) -> None:
+    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], draft: PlanBuilder) -> None:
         """Make places for the new beams, and compute the last token of each."""
         places = group.places
         childless = set(range(len(places))).difference(parents)
@@ -182,7 +182,7 @@ class BeamGroups:
             group.places.append(seq)
 
 
-def _by_row(outcome: StepOutcome) -> Iterator[tuple[int, Candidates]]:
+def _by_row(outcome: Result) -> Iterator[tuple[int, Candidates]]:
     """Yield the candidates of each row that has some."""
     start = 0
     rows, counts = outcome.candidate_rows.tolist(), outcome.candidate_counts.tolist()

@@ -14,7 +14,7 @@ from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.marked_heap import MarkedHeap
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Pinned
+from scheduler_svc.core.events import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
 

@@ -28,12 +28,12 @@ from typing import cast
 
 import numpy as np
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.fragmentation import Fragmentation, measure
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.tiers.host_tier import HostTier
@@ -152,7 +152,7 @@ class Defragmenter:
         reports, self._reports = self._reports, ()
         return reports
 
-    def plan(self, draft: PlanDraft, num_in_flight: int) -> None:
+    def plan(self, draft: PlanBuilder, num_in_flight: int) -> None:
         """Add moves to a plan that is otherwise complete; from `due` on, for every plan.
 
         Args:
@@ -205,7 +205,7 @@ class Defragmenter:
             evacuates=True,
         )
 
-    def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
+    def _advance(self, current: _Pass, draft: PlanBuilder, num_in_flight: int) -> None:
         """Move some blocks of a pass, or end it."""
         num_moved = self._move(current, draft)
         if num_moved:
@@ -222,7 +222,7 @@ class Defragmenter:
                 DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )
 
-    def _move(self, current: _Pass, draft: PlanDraft) -> int:
+    def _move(self, current: _Pass, draft: PlanBuilder) -> int:
         num_moved = 0
         written = {*draft.copy_dst}
         for _ in range(self._config.max_defragment_moves):

@@ -13,6 +13,7 @@ To grow, the worker is asked first, and then the core takes what has come (`resi
 
 from itertools import chain
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.defragment import Defragmenter
@@ -22,7 +23,6 @@ from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.limits import check_length
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from contract.hashing import extend_chain, root_hash
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
@@ -35,7 +36,6 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.limits import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queue import WaitingQueue

@@ -33,14 +33,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash, extend_chain, tail_hash
+from contract.state import HeldBlocks, HeldRow, Holdings
+from contract.step import TokenLogprob
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.blocks import BlockIdT, BlockPool, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import HeldRow, Holdings, identity, swap_root
+from scheduler_svc.core.events import Finished, StepEvents
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.plan import Finished, Int32Array, StepEvents
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
@@ -90,7 +93,7 @@ class Takeover:
         self._unclaimed: dict[bytes, list[HeldRow]] = {}  # by identity
         self._kept_until = 0.0
         self._claimable_until = 0.0
-        self._unheard: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
+        self._unheard: list[tuple[Sequence, Int32Array, tuple[TokenLogprob, ...]]] = []
         """Sampled tokens that the sources have not heard of; with log-probabilities, if wanted."""
         self._ended: list[Finished] = []
 
@@ -104,13 +107,13 @@ class Takeover:
         self._claimable_until = now + self._config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
-        tables = [row.block_ids for row in self.unclaimed]
-        self._tier.pool.restore((), host.block_ids, host.hashes)
-        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
+        tables = [_table(row) for row in self.unclaimed]
+        self._tier.pool.restore((), _blocks(host, HostBlockId), host.hashes)
+        self._tier.disk.pool.restore((), _blocks(disk, DiskBlockId), disk.hashes)
         if not self._config.enable_prefix_caching:
             self._pool.restore(tables, (), ())
             return
-        self._pool.restore(tables, device.block_ids, device.hashes)
+        self._pool.restore(tables, _blocks(device, DeviceBlockId), device.hashes)
         self._pins.restore(holdings.pins, now)
 
     @property
@@ -121,7 +124,7 @@ class Takeover:
     @property
     def held_device_blocks(self) -> list[DeviceBlockId]:
         """The device blocks that unclaimed rows hold, each as often as it is held."""
-        return [block for row in self.unclaimed for block in row.block_ids]
+        return [block for row in self.unclaimed for block in _table(row)]
 
     def expire(self, now: float) -> None:
         """Free what has been unclaimed for `claim_s`."""
@@ -153,7 +156,7 @@ class Takeover:
         unheard, self._unheard = self._unheard, []
         ended, self._ended = tuple(self._ended), []
         seqs = [seq for seq, tokens, _ in unheard for _ in range(len(tokens))]
-        logprobs: list[bytes | None] = []
+        logprobs: list[TokenLogprob | None] = []
         for _, tokens, scores in unheard:
             logprobs += scores or [None] * len(tokens)
         token_ids = np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens, _ in unheard)])
@@ -254,10 +257,11 @@ class Takeover:
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         num_full, num_in_tail = divmod(num_computed, self._config.block_size)
-        kept = row.block_ids[: num_full + bool(num_in_tail)]
+        table = _table(row)
+        kept = table[: num_full + bool(num_in_tail)]
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
-        self._pool.drop(row.block_ids[len(kept) :])
+        self._pool.drop(table[len(kept) :])
         copies = bool(num_in_tail) and not self._pool.is_writable(kept[-1])
         ready = [*kept[:-1]] if copies else [*kept]
         num_new = -(-len(seq.token_ids) // self._config.block_size) - len(ready)
@@ -356,7 +360,7 @@ class Takeover:
 
     def _free(self, row: HeldRow) -> None:
         self._claim(row)
-        self._pool.drop(row.block_ids)
+        self._pool.drop(_table(row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +369,14 @@ class _SwappedKv:
     disk: list[DiskBlockId]
     """Behind those on the host."""
     num_tokens: int
+
+
+def _table(row: HeldRow) -> list[DeviceBlockId]:
+    return [DeviceBlockId(block) for block in row.block_ids.tolist()]
+
+
+def _blocks(held: HeldBlocks, block_id: Callable[[int], BlockIdT]) -> list[BlockIdT]:
+    return [block_id(block) for block in held.block_ids.tolist()]
 
 
 def _known_tokens(request: Request, output_index: int) -> Int32Array:

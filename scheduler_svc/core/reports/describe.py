@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, ints
 from scheduler_svc.core.blocks import BlockIdT, BlockPool
-from scheduler_svc.core.plan import Int32Array, ints
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus, Sequence

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class DiskTier:
     def _num_loads_left(self) -> int:
         return self._max_moves - (len(self._loads) - len(self._new_loads))
 
-    def send(self, draft: PlanDraft) -> None:
+    def send(self, draft: PlanBuilder) -> None:
         """Put what can move into a plan that goes out."""
         draft.disk_store_src = list(self._new_stores.values())
         draft.disk_store_dst = list(self._new_stores)
@@ -88,7 +88,7 @@ class DiskTier:
             draft.disk_load_src.append(self._new_loads.pop(target))
             draft.disk_load_dst.append(target)
 
-    def answer(self, outcome: StepOutcome) -> None:
+    def answer(self, outcome: Result) -> None:
         """Take the moves that have ended; what fails to be loaded is forgotten.
 
         Raises:

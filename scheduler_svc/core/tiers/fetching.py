@@ -11,9 +11,9 @@ from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.prefix import KvLookup
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -214,7 +214,7 @@ class Fetching:
 
     # --- and back -------------------------------------------------------------------------------
 
-    def answer(self, outcome: StepOutcome) -> None:
+    def answer(self, outcome: Result) -> None:
         """Take the ends of disk moves; who waited for the last of them is in the queue again."""
         self._disk.answer(outcome)
         for block in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import Int32Array, StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.tiers.disk_tier import DiskTier
 
 
@@ -77,7 +78,7 @@ class HostTier:
         self.loses_evicted = bool(self._swap_ins)
         self._num_demotions_left = 0 if self._swap_ins else self._config.max_swap_blocks
 
-    def send(self, draft: PlanDraft) -> None:
+    def send(self, draft: PlanBuilder) -> None:
         """Put what can move into a plan that goes out."""
         self.disk.send(draft)
         if self._swap_outs:

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from scheduler_requests import make_request
 
+from contract.arrays import ints
+from contract.step import Result
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Finished, StepOutcome, ints
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.reports.progress import Progress, read_progress
 from scheduler_svc.core.request import FinishReason, OutputSoFar
 from scheduler_svc.core.scheduler import Scheduler
@@ -31,9 +33,7 @@ class Core:
     def answer(self, *rows, **candidates):
         """Each row samples token 7."""
         tokens = ints([7] * len(rows))
-        outcome = StepOutcome(
-            self.plan.step_id, ints([*rows]), tokens, ints([]), ints([]), **candidates
-        )
+        outcome = Result(self.plan.step_id, ints([*rows]), tokens, ints([]), ints([]), **candidates)
         self.core.update(outcome)
 
     def progress(self, request):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from contract.step import Plan, StepId
 from scheduler_svc.core.limits import Rates
-from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.observers.rate_meter import RateMeter
 
 NOTHING = np.array([], np.int32)
@@ -15,7 +15,7 @@ def measure(*steps, max_prompt_tokens=None) -> Rates:
     meter = RateMeter(busy_step_tokens=100)
     for num_prompt_tokens, num_decodes, _ in steps:
         meter.sent(
-            StepPlan(
+            Plan(
                 StepId(1),
                 *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
                 num_decodes,

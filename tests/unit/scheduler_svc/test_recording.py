@@ -7,8 +7,8 @@ from zlib import crc32
 import pytest
 from recorded_runs import CONFIG, INFO, record, replay_bytes
 
+from contract.step import NewSequence, Plan, Result
 from quire.v1 import recording_pb2
-from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.core_calls import End, RecordedPlan
 from scheduler_svc.journal.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
@@ -117,12 +117,12 @@ def test_every_call_that_changes_a_core_is_recorded():
 
 
 def test_all_of_a_plan_is_recorded():
-    names = [field.name for field in fields(StepPlan)]
+    names = [field.name for field in fields(Plan)]
     follow = ("labelled_block_ids", "labels", "pins", "turns")  # from what is recorded
     names = [name for name in names if name not in follow]
     assert [field.name for field in fields(RecordedPlan)] == names
     assert [field.name for field in recording_pb2.RecordedPlan.DESCRIPTOR.fields] == names
-    outcome = {field.name for field in fields(StepOutcome)}
+    outcome = {field.name for field in fields(Result)}
     recorded = {field.name for field in recording_pb2.RecordedUpdate.DESCRIPTOR.fields}
     assert recorded == {*outcome, "now"}
     kept = {field.name for field in recording_pb2.RecordedNewSequence.DESCRIPTOR.fields}

@@ -18,12 +18,12 @@ from recorded_runs import (
     rewrite,
 )
 
+from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import (
     BrokenInvariantError,
     MigrationRefusedError,
 )
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.journal.core_calls import End
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
@@ -227,7 +227,7 @@ def test_a_refusal_that_does_not_come_again_is_a_difference(recorded):
 
 def test_what_the_core_raised_is_raised_again(tmp_path):
     nothing = np.array([], np.int32)
-    outcome = StepOutcome(9, nothing, nothing, nothing, nothing)
+    outcome = Result(9, nothing, nothing, nothing, nothing)
 
     def fail():
         recordings = Recordings(tmp_path, 1 << 20, epoch=1)

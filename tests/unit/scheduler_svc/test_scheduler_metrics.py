@@ -8,12 +8,12 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_requests import make_request
 
+from contract.info import MemoryLevel
 from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.core.pacing import Pace
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry

@@ -30,7 +30,7 @@ def submission(**changes):
         (submission(prompt_token_ids=b"abc"), "prompt_token_ids has 3 bytes"),
         (
             submission(prompt_token_ids=pack_int32([1, 1000])),
-            r"prompt_token_ids[1] is 1000; it must be in [0, 1000)",
+            r"prompt_token_ids[1] is 1000; it must be in [0, 999]",
         ),
         (submission(prompt_token_ids=pack_int32([-5])), "prompt_token_ids[0] is -5"),
         (

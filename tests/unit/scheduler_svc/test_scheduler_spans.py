@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import rpc.observe.telemetry
+from contract.step import Result
 from rpc.observe.telemetry import inject
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import Admitted, Finished, StepOutcome
+from scheduler_svc.core.events import Admitted, Finished
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -103,7 +104,7 @@ class Worker:
         plan = self.core.schedule(0.0)
         self.spans.on_sent(SentStep(plan, 1000 + plan.step_id, Queues(0, 0, 0), took_s=0.0))
         done = [row for row in range(2) if self.core.owner(row) is not None]
-        outcome = StepOutcome(
+        outcome = Result(
             plan.step_id, np.array(done, np.int32), np.full(len(done), 7, np.int32), NONE, NONE
         )
         news = self.core.update(outcome)

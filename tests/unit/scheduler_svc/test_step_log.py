@@ -6,22 +6,21 @@ import pytest
 from scheduler_fake_worker import FakeWorker
 from scheduler_harness import running_scheduler
 
+from contract.step import Plan, StepId
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
-NOTHING = np.array([], np.int32)
 TWO = np.array([4, 5], np.int32)
 
 
-def plan(step_id, *, num_decodes=0, num_prefill_tokens=0, **more) -> StepPlan:
-    return StepPlan(
+def plan(step_id, *, num_decodes=0, num_prefill_tokens=0, **more) -> Plan:
+    return Plan(
         StepId(step_id),
-        *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
         num_decodes,
-        num_decodes + num_prefill_tokens,
+        chunk_rows=np.array([0], np.int32),
+        chunk_lens=np.array([num_prefill_tokens], np.int32),
         **more,
     )
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.lora.step_adapters import AdapterTable
 from gpu_worker.sampling.params import SamplingParams
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
@@ -26,12 +27,12 @@ def rows():
 
 def step(step_id, *, new=(), released=()):
     """A step that computes nothing; `new` are rows and the adapters of each."""
-    return StepInput(
+    return Plan(
         step_id,
         0,
         released_rows=np.array(released, np.int32),
-        new_rows=tuple(
-            NewRow(
+        new_sequences=tuple(
+            NewSequence(
                 seq_id=1,
                 row=row,
                 token_ids=np.array([5, 6], np.int32),

@@ -5,9 +5,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from contract.step import Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -79,7 +79,7 @@ class Worker:
             self.known[row] += 1
             self.service[self.tenant[row]] += 2
         sampled = np.array(rows, np.int32)
-        news = self.core.update(StepOutcome(plan.step_id, sampled, sampled, NONE, NONE))
+        news = self.core.update(Result(plan.step_id, sampled, sampled, NONE, NONE))
         self.admitted += [item.seq_key for item in news.admitted]
         self.ends |= {end.seq_key: end.reason for end in news.finished}
         return True

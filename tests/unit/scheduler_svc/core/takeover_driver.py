@@ -6,8 +6,8 @@ import numpy as np
 
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import Finished
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from tests.property.oracle import expected_output

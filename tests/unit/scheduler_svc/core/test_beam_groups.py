@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
+from contract.arrays import ints
+from contract.step import Plan, Result
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.events import StepEvents
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepEvents, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
@@ -43,11 +45,11 @@ def search(
     check(core)
 
 
-def report(core: Scheduler, plan: StepPlan, **rows: dict[int, float]) -> StepEvents:
+def report(core: Scheduler, plan: Plan, **rows: dict[int, float]) -> StepEvents:
     """Each row named, as in `r0={7: -0.5}`, reports these candidates."""
     by_row = {int(name.removeprefix("r")): likely for name, likely in rows.items()}
     likely = list(by_row.values())
-    outcome = StepOutcome(
+    outcome = Result(
         plan.step_id,
         sampled_rows=ints(list(by_row)),
         sampled_token_ids=ints([next(iter(each)) for each in likely]),
@@ -63,11 +65,11 @@ def report(core: Scheduler, plan: StepPlan, **rows: dict[int, float]) -> StepEve
     return news
 
 
-def tokens(plan: StepPlan) -> list[list[int]]:
+def tokens(plan: Plan) -> list[list[int]]:
     return [new.token_ids.tolist() for new in plan.new_sequences]
 
 
-def copies(plan: StepPlan) -> list[tuple[int, int]]:
+def copies(plan: Plan) -> list[tuple[int, int]]:
     return list(zip(plan.copy_src_block_ids, plan.copy_dst_block_ids, strict=True))
 
 

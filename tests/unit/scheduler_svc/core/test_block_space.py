@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from core_driver import answer, make_core, new, schedule, submit
 
+from contract.arrays import ints
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepOutcome, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from tests.property.worker import FakeWorker
 
@@ -51,7 +52,7 @@ def pair():
 
 
 def test_a_result_when_nothing_is_in_flight_is_a_bug():
-    outcome = StepOutcome(1, ints([]), ints([]), ints([]), ints([]))
+    outcome = Result(1, ints([]), ints([]), ints([]), ints([]))
     with pytest.raises(BrokenInvariantError, match=r"result of step 1; in flight: \[\]"):
         make_core().update(outcome)
 

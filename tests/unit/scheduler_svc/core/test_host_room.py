@@ -3,11 +3,11 @@
 import pytest
 from core_driver import answer, make_core, schedule, submit
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.sequence import SeqStatus
 
 
@@ -28,7 +28,7 @@ class Host:
             self.core.preemption.preempt(max(self.core.running, key=self.core.queue.sort_key))
         self.seqs = sorted(self.core.live, key=lambda seq: seq.seq_key)
         self.tier = self.core.tier
-        self.tier.send(PlanDraft(StepId(2), 0.0, 0))
+        self.tier.send(PlanBuilder(StepId(2), 0.0, 0))
         assert [self.blocks(key) for key in range(3)] == [(2, 0)] * 3
 
     def blocks(self, key):

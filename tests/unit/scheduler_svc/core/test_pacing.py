@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pacing import Pace, PromptQueue, StepPacer
-from scheduler_svc.core.plan import StepId, StepPlan
 
 NOTHING = np.array([], np.int32)
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
@@ -16,7 +16,7 @@ GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048)
 
 
 def plan_of(num_prompt_tokens, num_decodes):
-    return StepPlan(
+    return Plan(
         StepId(1),
         *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
         num_decodes,

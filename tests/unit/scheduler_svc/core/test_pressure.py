@@ -3,9 +3,10 @@
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.pressure import Pressure
 
 OK, WARNING, CRITICAL = MemoryLevel
 HOST = {

@@ -8,9 +8,9 @@ import pytest
 from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
 
 from contract.hashing import extend_chain, root_hash
+from contract.step import Result, StepId
 from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepId, StepOutcome
 from scheduler_svc.core.request import FinishReason
 
 
@@ -102,7 +102,7 @@ def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head()
         submit(core, key, prompt, max_tokens=1)
         answer(core, schedule(core), 0)
         assert core.schedule(0.0) is not None  # tells the worker that the row is gone
-        core.update(StepOutcome(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
+        core.update(Result(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
     assert core.load().num_cached_blocks == 4
     submit(core, 2, [3] * 4, max_tokens=1)
     assert new(schedule(core)) == [(0, 0, [1])], "the tail of the older"

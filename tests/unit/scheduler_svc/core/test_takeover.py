@@ -13,7 +13,8 @@ from takeover_driver import (
     num_outputs,
 )
 
-from scheduler_svc.core.handover.holdings import Holdings, identity
+from contract.state import Holdings
+from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
