@@ -48,36 +48,6 @@ Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | DefragmentBl
 """What a session applies to its core between two steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantedBlocks:
-    """A size for a KV pool, in blocks."""
-
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class WantedBytes:
-    """A size for a KV pool: as many blocks as fit."""
-
-    num_bytes: int
-
-
-WantedSize: TypeAlias = WantedBlocks | WantedBytes
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeProgress:
-    """How far the resizing of a pool is."""
-
-    num_blocks_before: int
-    num_blocks: int
-    """The size it will have."""
-    num_leaving_blocks: int
-    """Blocks that will go and are still held."""
-    block_bytes: int
-    """Size of a block; 0: not known."""
-
-
 ADAPTERS_SALT = "\0"
 """Prefix of the cache salts of all requests with an adapter. No client can choose such a salt."""
 

@@ -11,7 +11,7 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from contract.heartbeat import BEAT_S
 from contract.info import ModelInfo
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from scheduler_svc.core.reports.describe import describe
 from scheduler_svc.domain import live_seq_keys
@@ -19,16 +19,14 @@ from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.operations.resizing import Resizer
 from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
 from scheduler_svc.routers.stream import RouterStream
-from scheduler_svc.wire.activity import (
-    activity_query_from_proto,
+from scheduler_svc.wire.reports import (
     activity_to_proto,
-    unloaded_to_proto,
+    check_activity_query,
+    kv_query_from_proto,
+    kv_to_proto,
+    load_to_proto,
 )
-from scheduler_svc.wire.defragmentation import defragmentation_to_proto
-from scheduler_svc.wire.kv import description_to_proto, query_from_proto
-from scheduler_svc.wire.load import load_to_proto
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.resize import progress_to_proto, size_from_proto
 from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 from scheduler_svc.workers.fleet import Fleet
 
@@ -123,7 +121,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DefragmentResponse:
         """Move the held blocks together at every worker."""
-        return defragmentation_to_proto(await self._fleet.defragment())
+        return scheduler_pb2.DefragmentResponse(
+            workers=[
+                scheduler_pb2.WorkerDefragmentation(
+                    worker=worker,
+                    rate_before=report.before.rate,
+                    rate_after=report.after.rate,
+                    num_moved_blocks=report.num_moved_blocks,
+                )
+                for worker, report in (await self._fleet.defragment()).items()
+            ]
+        )
 
     async def DescribeSchedulerKv(  # noqa: N802
         self,
@@ -131,11 +139,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DescribeSchedulerKvResponse:
         """Describe which sequences hold which blocks, worker by worker."""
-        query = query_from_proto(request.query)
+        query = kv_query_from_proto(request.query)
         sessions = self._fleet.roster.attached(request.query.worker)
         return scheduler_pb2.DescribeSchedulerKvResponse(
             workers=[
-                description_to_proto(worker, session.call(lambda core: describe(core, query)))
+                kv_to_proto(worker, session.call(lambda core: describe(core, query)))
                 for worker, session in sessions.items()
             ]
         )
@@ -146,17 +154,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DescribeSchedulerActivityResponse:
         """Describe what each worker is doing."""
-        query = activity_query_from_proto(request.query)
+        check_activity_query(request.query)
         roster, wanted = self._fleet.roster, request.query.worker
         unloaded = roster.unloaded(wanted)
         sessions = roster.attached(wanted) if not (wanted and unloaded) else {}
         told = [
-            activity_to_proto(worker, it.step_log, it.load(), it.space(), query)
+            activity_to_proto(worker, it.step_log, it.load(), it.space(), request.query)
             for worker, it in sessions.items()
         ]
-        return scheduler_pb2.DescribeSchedulerActivityResponse(
-            workers=[*told, *map(unloaded_to_proto, unloaded)]
-        )
+        idle = (common_pb2.WorkerActivity(worker=each, is_unloaded=True) for each in unloaded)
+        return scheduler_pb2.DescribeSchedulerActivityResponse(workers=[*told, *idle])
 
     async def Migrate(  # noqa: N802
         self,
@@ -181,12 +188,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
         """Resize a worker's KV pool, and stream the progress."""
-        resize = self._resizer.begin(request.worker, size_from_proto(request))
+        resize = self._resizer.begin(request)
         while not resize.task.done():
-            await context.write(progress_to_proto(resize.progress(), is_done=False))
+            await context.write(resize.progress())
             await asyncio.wait([resize.task], timeout=_PROGRESS_S)
         await resize.task
-        await context.write(progress_to_proto(resize.progress(), is_done=True))
+        await context.write(resize.progress())
 
     async def _read(
         self,

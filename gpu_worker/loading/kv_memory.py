@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from contract.limits import Limits
-from contract.step import NewSequence, Plan
+from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
 from gpu_worker.kv.layout import KvDtypes
@@ -145,7 +145,7 @@ def largest_step(limits: Limits) -> Plan:
     blocks = np.arange(num_rows * -(-length // limits.block_size), dtype=np.int32)
     sampling = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
     return Plan(
-        step_id=1,
+        step_id=StepId(1),
         num_decodes=0,
         new_sequences=tuple(
             NewSequence(

@@ -11,6 +11,7 @@ import structlog
 
 from contract.codec.info import memory_level_to_proto, worker_info_to_proto
 from contract.codec.state import holdings_to_parts
+from contract.codec.step import result_to_proto
 from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -32,7 +33,6 @@ from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
     plan_of,
-    result_to_proto,
 )
 from gpu_worker.service.streams import Execution, Executions
 from quire.v1 import worker_pb2, worker_pb2_grpc

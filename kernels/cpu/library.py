@@ -129,11 +129,8 @@ class Library:
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
         library.quire_has_linear.restype = ctypes.c_int64
-        library.quire_has_quantized.restype = ctypes.c_int64
         self.has_linear = bool(library.quire_has_linear())
-        """Whether `linear` computes: it is compiled for the CPU's dot product of bfloat16 only."""
-        self.has_quantized = bool(library.quire_has_quantized())
-        """Whether `quantized` computes; it needs the same instructions."""
+        """Whether the CPU has a dot product of bfloat16, without which linear maps do nothing."""
 
 
 class Call(NamedTuple):

@@ -28,7 +28,7 @@ def can_pack(values: torch.Tensor, dtype: torch.dtype) -> bool:
     library = native()
     return (
         library is not None
-        and library.has_quantized
+        and library.has_linear
         and values.device.type == "cpu"
         and dtype is torch.bfloat16
         and values.shape[1] % _UNROLL == 0

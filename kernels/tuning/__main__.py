@@ -1,4 +1,4 @@
-"""Measures configurations of attention on the present GPU, and writes what is fastest to a file.
+"""Measures configurations of attention on the present GPU, and writes the fastest to a file.
 
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
 
@@ -142,7 +142,9 @@ def with_rules(
 
 def _main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kernels.tuning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=int, required=True)
@@ -154,7 +156,7 @@ def _main() -> None:
     )
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "kernels.tuning.__main__ measures a GPU, and there is none\n")
+        parser.exit(2, "kernels.tuning measures a GPU, and there is none\n")
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import structlog
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
+from quire.v1 import scheduler_pb2
 from rpc.tasks import retrieve
 from scheduler_svc.core.errors import ResizeRefusedError
-from scheduler_svc.domain import ResizeProgress, WantedBlocks, WantedBytes, WantedSize
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 
@@ -42,11 +42,16 @@ class OngoingResize:
                 session.call(lambda core: core.resizing.check(num_blocks))
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
-    def progress(self) -> ResizeProgress:
-        """Return how far it is."""
-        num_leaving = 0 if self.task.done() else self._num_leaving()
-        block_bytes = self._session.info.block_bytes
-        return ResizeProgress(self._num_before, self._num_blocks, num_leaving, block_bytes)
+    def progress(self) -> scheduler_pb2.ResizeKvResponse:
+        """Return how far it is; `is_done` also if it has failed, as `task` says."""
+        is_done = self.task.done()
+        return scheduler_pb2.ResizeKvResponse(
+            num_blocks_before=self._num_before,
+            num_blocks=self._num_blocks,
+            num_leaving_blocks=0 if is_done else self._num_leaving(),
+            is_done=is_done,
+            block_bytes=self._session.info.block_bytes,
+        )
 
     def _num_leaving(self) -> int:
         return self._session.call(lambda core: core.resizing.num_leaving_blocks)
@@ -79,21 +84,20 @@ class Resizer:
         self._roster = roster
         self._resizes: dict[str, OngoingResize] = {}
 
-    def begin(self, worker: str, size: WantedSize) -> OngoingResize:
+    def begin(self, request: scheduler_pb2.ResizeKvRequest) -> OngoingResize:
         """Start resizing a worker's pool.
-
-        Args:
-            worker: Its target; empty: the only worker.
-            size: The new size.
 
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: It is not attached.
-            InvalidArgumentError: The worker is not named, or its block size is not known.
+            InvalidArgumentError: The worker or the size is not given, or its block size is not
+                known.
             FailedPreconditionError: The pool cannot have that size, or is being resized.
         """
-        worker, session = self._find(worker)
-        num_blocks = _num_blocks(size, worker, session.info.block_bytes)
+        if request.WhichOneof("size") is None:
+            raise InvalidArgumentError("size", "is not set; it must be num_blocks or num_bytes")
+        worker, session = self._find(request.worker)
+        num_blocks = _num_blocks(request, worker, session.info.block_bytes)
         if (other := self._resizes.get(worker)) is not None and not other.task.done():
             raise FailedPreconditionError(
                 f"worker {worker} is being resized already, to {other.progress().num_blocks} blocks"
@@ -119,17 +123,15 @@ class Resizer:
         return worker, self._roster.attached(worker)[worker]
 
 
-def _num_blocks(size: WantedSize, worker: str, block_bytes: int) -> int:
-    match size:
-        case WantedBlocks(num_blocks):
-            return num_blocks
-        case WantedBytes(num_bytes):
-            if not block_bytes:
-                raise InvalidArgumentError(
-                    "num_bytes",
-                    f"is {num_bytes}; worker {worker} does not say how large a block is",
-                )
-            return num_bytes // block_bytes
+def _num_blocks(request: scheduler_pb2.ResizeKvRequest, worker: str, block_bytes: int) -> int:
+    if request.HasField("num_blocks"):
+        return request.num_blocks
+    if not block_bytes:
+        raise InvalidArgumentError(
+            "num_bytes",
+            f"is {request.num_bytes}; worker {worker} does not say how large a block is",
+        )
+    return request.num_bytes // block_bytes
 
 
 @contextmanager

@@ -69,7 +69,7 @@ from scheduler_svc.journal.recording_wire import (
     origin_to_payload,
     read_recording,
 )
-from scheduler_svc.wire.kv import query_from_proto
+from scheduler_svc.wire.reports import kv_query_from_proto
 from scheduler_svc.wire.request import request_from_proto
 from tests.fuzz import examples
 from tests.fuzz.fuzzing import Case, Check, Target
@@ -269,7 +269,7 @@ def _recording_payloads() -> list[bytes]:
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
     assert isinstance(plan, Plan)
-    outcome = Result(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
+    outcome = Result(plan.step_id, ints([0]), ints([7]))
     return [
         origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
         call_to_payload(Submit(request, 1.0), None, ""),
@@ -332,7 +332,7 @@ TARGETS = (
         _opened(_keys_file, ApiKeysError),
     ),
     _of_messages("submit", _submit, *examples.SUBMITS),
-    _of_messages("kv-query", query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
+    _of_messages("kv-query", kv_query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
     _of_messages("worker-info", worker_info_from_proto, *examples.WORKER_INFOS),
     _of_messages(
         "step-result", lambda message: result_from_proto(message, 0, 4), *examples.STEP_RESULTS

@@ -10,7 +10,6 @@ from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import StepInput
 from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, PROMPT, ints, new_row
 
 CPU = torch.device("cpu")
