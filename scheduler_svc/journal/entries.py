@@ -9,7 +9,7 @@ input of the core is recorded once its name stands in `CALLS`.
 
 import inspect
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -286,11 +286,11 @@ def _arguments_of(name: str) -> type[msgspec.Struct]:
     """Make the class that a method's arguments are read into."""
     method = getattr(Scheduler, name)
     hints = get_type_hints(method)
-    members = []
+    members: list[Any] = []
     for parameter in list(inspect.signature(method).parameters.values())[1:]:
-        hint = hints[parameter.name]
-        if get_origin(hint) is not None and len(get_args(hint)) == 1 and not isinstance(hint, type):
-            hint = tuple[get_args(hint)[0], ...]  # of Iterable[int] a recording has a tuple
+        hint: Any = hints[parameter.name]
+        if get_origin(hint) in (Iterable, Collection):
+            hint = tuple.__class_getitem__((*get_args(hint), ...))  # a recording has a tuple
         if parameter.default is parameter.empty:
             members.append((parameter.name, hint))
         else:

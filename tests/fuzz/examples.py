@@ -1,4 +1,4 @@
-"""Well-formed messages of each kind, which fuzzing starts from."""
+"""Well-formed messages of each kind, from which fuzzing starts."""
 
 from contract.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2

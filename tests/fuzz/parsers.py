@@ -1,4 +1,4 @@
-"""The parsers of everything that comes from another process: a value, or an error that says why."""
+"""Every parser of data from another process: it returns a value, or an error that says why."""
 
 import contextlib
 import io
@@ -67,13 +67,13 @@ from scheduler_svc.journal.entries import (
 from scheduler_svc.wire.reports import kv_query_from_proto
 from scheduler_svc.wire.request import request_from_proto
 from tests.fuzz import examples
-from tests.fuzz.json_bodies import bodies
+from tests.fuzz.fuzzing import Case, Check, Target
+from tests.fuzz.http import bodies
 from tests.fuzz.messages import wire
-from tests.fuzz.target import Case, Check, Target
 
 _MAX_BYTES_PER_BYTE = 300
 _MAX_BYTES = 4 * 2**20
-"""What a parser may take for a case besides: more is memory that a peer can have us waste."""
+"""Memory that a parser may take for any case; more is memory that a peer can make us waste."""
 
 MODEL = ModelInfo("fake", 64, 1000, (0,), structured_output=True)
 ROUTER_MODEL = RouterModelInfo("fake", 64, 1000, (0,), structured_output=True)
@@ -90,7 +90,7 @@ LIMITS = Limits(
 
 
 def _checked(parse: Callable[[bytes], object], *errors: type[Exception]) -> Check:
-    """Whatever `parse` raises but `errors`, or an error that names its field, is a finding."""
+    """All that `parse` raises is a finding, except `errors` and errors that name their field."""
 
     def check(case: Case) -> None:
         tracemalloc.start()
@@ -128,7 +128,7 @@ def _opened(
 
 
 def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> Target:
-    """A parser of messages; bytes that are none are refused before, by gRPC."""
+    """A target that parses messages; gRPC refuses other bytes before."""
     kind = type(known[0])
 
     def parse_data(data: bytes) -> object:
@@ -156,12 +156,12 @@ def _generate(message: inference_pb2.GenerateRequest) -> None:
 def _news(message: scheduler_pb2.ConnectResponse) -> None:
     news = news_from_proto(message)
     if isinstance(news, Refusal):
-        error_to_status(news.error)  # it is the client's
+        error_to_status(news.error)  # clients see it
         error_response(news.error)
 
 
 def _status(message: status_pb2.Status) -> None:
-    """A peer's error, whose details are whatever it put there."""
+    """A peer's error; its details may be anything."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     trailing = grpc.aio.Metadata((DETAILS_KEY, message.SerializeToString()))
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message.message)
@@ -224,7 +224,7 @@ _TOML_PARTS = [
 
 @st.composite
 def _patched(draw: st.DrawFn, whole: bytes, parts: list[bytes]) -> bytes:
-    """A file with some places replaced."""
+    """A file with some parts replaced."""
     data = whole
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -241,7 +241,7 @@ _CORE = SchedulerConfig(
 
 
 def _submit(message: scheduler_pb2.Submit) -> None:
-    """Parse a request, and have it planned."""
+    """Parse a request and plan it."""
     request = request_from_proto(message, SourceId(0), MODEL, 1.0)
     core = Scheduler(_CORE)
     with contextlib.suppress(RequestRefusedError):
@@ -280,7 +280,7 @@ def _recording_payloads() -> list[bytes]:
 
 
 def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
-    """Parse what a worker holds, and hold it against what it said that it is."""
+    """Parse a worker's holdings and check them against its info."""
     info = worker_info_from_proto(examples.WORKER_INFOS[0])
     check_holdings(holdings_from_proto([message, message]), info)
 
@@ -297,7 +297,7 @@ def _frame(payload: bytes) -> bytes:
 
 @st.composite
 def _recordings(draw: st.DrawFn) -> bytes:
-    """Files: of frames that are whole, of some that are not, or no recordings at all."""
+    """Recordings: whole, with bad frames, or patched anywhere."""
     payloads = [_PAYLOADS[0], *draw(st.lists(st.sampled_from(_PAYLOADS[1:]), max_size=4))]
     if draw(st.booleans()):
         place = draw(st.integers(0, len(payloads) - 1))
