@@ -1,4 +1,4 @@
-"""Linear maps whose weights are kept as integers of 8 or 4 bits, made so when a model is loaded.
+"""Linear maps whose weights are quantized to integers of 8 or 4 bits when a model is loaded.
 
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
@@ -14,25 +14,29 @@ from gpu_worker.weights.linear import Linear
 from kernels.cpu import quantized as native
 
 _INT4_GROUP_SIZES: Final = (64, 32)
-"""The first that divides K: 4.5 bits for each weight, or 5, with scales and offsets of 16 bits."""
+"""The first that divides K is taken: 4.5 or 5 bits for each weight, with scales and offsets."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""All of them, which keeps weights that are on a grid already; and less, since far values are few
-and a finer grid serves the many. The better one is taken, group by group."""
+"""Shares of a group's range that are tried; the better one is taken, group by group.
+
+The whole range keeps weights that are on a grid already. With less of it the few far values are
+clipped, and the others get a finer grid.
+"""
 _INT4_FITS: Final = 2
+"""Rounds of least squares."""
 _PIECE: Final = 2**18
-"""Weights that are fitted at a time, so that the work stays in a cache."""
+"""Weights fitted at a time, so that the work stays in a cache."""
 _TORCH_PANEL: Final = 16
-"""Torch's packed form of 4 bits has this many output features, or a multiple."""
+"""Torch's packed form of 4 bits has a multiple of this many output features."""
 
 
 class Quantization(Enum):
-    """How the weights of linear maps are kept."""
+    """How the weights of linear maps are quantized."""
 
     INT8 = "int8"
-    """One scale for each output feature, no offset."""
+    """One scale for each output feature; no offset."""
     INT4 = "int4"
-    """A scale and an offset for each 64, else 32, input features of each output feature."""
+    """A scale and an offset for each group of 64, else 32, input features of an output feature."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +45,14 @@ class QuantizedWeight:
 
     quantization: Quantization
     values: torch.Tensor
-    """int8[N, K]; in [-127, 127], or of 4 bits in [-8, 7]."""
+    """int8[N, K], in [-127, 127], or at 4 bits in [-8, 7]."""
     scales: torch.Tensor
     """`[N, G]` of the activations' dtype, each for K / G values in a row."""
     offsets: torch.Tensor | None
     """As the scales; None for zeros."""
 
     def dequantized(self) -> torch.Tensor:
-        """What it stands for, unrounded: float32 `[N, K]`."""
+        """Return the weight it stands for, unrounded: float32 `[N, K]`."""
         by_group = self.values.float().view(*self.scales.shape, -1)
         weight = by_group * self.scales.float().unsqueeze(2)
         if self.offsets is not None:
@@ -56,19 +60,19 @@ class QuantizedWeight:
         return weight.view(self.values.shape)
 
     def without_zero_offsets(self) -> "QuantizedWeight":
-        """The same, where offsets that are all zero are None; of 8 bits, which can lack them."""
+        """Return the same weight with None for offsets that are all zero; at 4 bits unchanged."""
         if self.quantization is Quantization.INT4 or self.offsets is None or self.offsets.any():
             return self
         return replace(self, offsets=None)
 
 
 def can_quantize(num_in: int, quantization: Quantization) -> bool:
-    """Whether weights of K input features can be kept so."""
+    """Return whether weights of K input features can be quantized so."""
     return quantization is Quantization.INT8 or num_in % _INT4_GROUP_SIZES[-1] == 0
 
 
 def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Round a weight `[N, K]` to integers; `can_quantize` says whether."""
+    """Round a weight `[N, K]` to integers; `can_quantize` must hold."""
     if quantization is Quantization.INT8:
         largest = weight.abs().amax(1, keepdim=True).float()
         scales = _no_zeros((largest / 127).to(weight.dtype))
@@ -80,7 +84,7 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
 
 def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, scales and offsets of some rows."""
+    """Return values, scales and offsets of some rows."""
     size = next(size for size in _INT4_GROUP_SIZES if weight.shape[1] % size == 0)
     groups = weight.float().view(weight.shape[0], -1, size)  # [N, G, size]
     (scales, offsets, errors), other = (_fit_int4(groups, share) for share in _INT4_RANGES)
@@ -94,10 +98,10 @@ def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 def _fit_int4(
     groups: torch.Tensor, range_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale, offset and squared error of each group of `[N, G, size]`; float32 `[N, G, 1]` each.
+    """Return scale, offset and squared error of each group of `[N, G, size]`: float32 `[N, G, 1]`.
 
-    Starts from a grid over a share of the values' range, then fits the line through values and
-    integers by least squares.
+    It starts from a grid over a share of the values' range, then fits the line from integers to
+    values by least squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -119,9 +123,10 @@ def _round_int4(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether `make_quantized_linear` takes this weight.
+    """Return whether `make_quantized_linear` takes this weight.
 
-    Groups of 4 bits must have 32, 64 or 128 input features. Of 8 bits torch's operators have none.
+    At 4 bits groups must have 32, 64 or 128 input features. At 8 bits torch's operators take one
+    scale for each output feature, and no offsets; our own kernel takes groups, too.
     """
     num_groups = weight.scales.shape[1]
     if weight.quantization is Quantization.INT4:
@@ -132,10 +137,10 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
-    """The map `x @ weight.T + bias` on a CPU, in the fastest form that it has.
+    """Return the map `x @ weight.T + bias` on a CPU.
 
-    That is our own kernel for bfloat16, else torch's packed operators. With ours a row's result
-    does not depend on how many rows come with it.
+    It is our own kernel if the CPU has a dot product of bfloat16 and activations are bfloat16, else
+    torch's packed operators. With ours a row's result does not depend on other rows.
 
     Args:
         weight: the caller need not keep it.
@@ -181,5 +186,5 @@ def _torch_int4(
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """Where all weights are equal any scale is right but zero, or 0 / 0: they are divided by it."""
+    """Replace zeros by ones: weights are divided by their scale, and 0 / 0 is not a number."""
     return torch.where(scales > 0, scales, 1.0)
