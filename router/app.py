@@ -26,7 +26,7 @@ from router.settings import RouterSettings
 from router.text.served_tokenizer import Tokenizers
 from router.text.tokenizer import load_tokenizer
 from router.ui.api import Ui
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve

@@ -1,32 +1,35 @@
-"""`python -m docs.generate` writes docs/reference; with --check it only compares."""
+"""`python -m docs.generate` writes docs/reference and the charts; with --check it only compares."""
 
 import sys
 from pathlib import Path
 
-from docs.generate import flags, metrics, routes, rpcs
+from docs.generate import chart, flags, metrics, routes, rpcs
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "docs" / "reference"
+DOCS = ROOT / "docs"
 NOTICE = "<!-- Written by `make docs` from the code; change it there. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """Return each page's text, by its file name."""
-    written = {
-        "flags.md": flags.page(),
-        "metrics.md": metrics.page(),
-        "rpcs.md": rpcs.page(ROOT / "protos"),
-        "http.md": routes.page(),
+    """Return each written file's text, by its path below docs."""
+    reference = {
+        "reference/flags.md": flags.page(),
+        "reference/metrics.md": metrics.page(),
+        "reference/rpcs.md": rpcs.page(ROOT / "protos"),
+        "reference/http.md": routes.page(),
     }
-    return {name: f"{NOTICE}{text.rstrip()}\n" for name, text in written.items()}
+    written = {name: f"{NOTICE}{text.rstrip()}\n" for name, text in reference.items()}
+    for measured in sorted((DOCS / "measurements").glob("*.json")):
+        written[f"measurements/{measured.stem}.svg"] = chart.chart(measured)
+    return written
 
 
 def stale() -> list[str]:
-    """Return the pages that are not what the code says."""
+    """Return the files that are not what code and measurements say."""
     return [
         name
         for name, text in pages().items()
-        if not (REFERENCE / name).is_file() or (REFERENCE / name).read_text() != text
+        if not (DOCS / name).is_file() or (DOCS / name).read_text() != text
     ]
 
 
@@ -34,12 +37,12 @@ def main(argv: list[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
     if argv == ["--check"]:
         for name in (names := stale()):
-            print(f"docs/reference/{name} is not what the code says: run `make docs`")
+            print(f"docs/{name} is not what the code says: run `make docs`")
         return 1 if names else 0
-    REFERENCE.mkdir(exist_ok=True)
     for name, text in pages().items():
-        (REFERENCE / name).write_text(text)
-        print(f"docs/reference/{name}")
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(text)
+        print(f"docs/{name}")
     return 0
 
 

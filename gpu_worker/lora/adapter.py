@@ -1,28 +1,70 @@
-"""A LoRA adapter in memory: what it adds to each linear map of a decoder.
+"""A LoRA adapter in memory: low-rank additions to the linear maps of a decoder.
 
 Symbols: `T` tokens, `K` input features, `N` output features, `R` ranks of the maps fused into one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from gpu_worker.lora.adapted_maps import MapName
-from gpu_worker.lora.adapter_id import AdapterId
+from contract.lora import LoraAdapter
+from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.program.low_rank import NativeAdapter, PackedPair
+from kernels.cpu.program.low_rank import MAPS, NativeAdapter, PackedPair
+
+MapName: TypeAlias = str
+"""A linear map of the decoder: one of the four below."""
+
+QKV, ATTENTION_OUTPUT, GATE_UP, DOWN = MAPS
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMap:
+    """One linear map of a layer: one or several of the checkpoint's, with joined outputs."""
+
+    name: MapName
+    num_in: int
+    modules: tuple[tuple[str, int], ...]
+    """Name in the checkpoint and number of outputs of each."""
+
+
+def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
+    """The maps of a layer that adapters may add to; with a mixture of experts, attention only."""
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    yield AdaptedMap(
+        QKV,
+        hidden,
+        (
+            (f"{attention}.q_proj", query_size),
+            (f"{attention}.k_proj", kv_size),
+            (f"{attention}.v_proj", kv_size),
+        ),
+    )
+    yield AdaptedMap(ATTENTION_OUTPUT, query_size, ((f"{attention}.o_proj", hidden),))
+    if config.experts is None:
+        yield AdaptedMap(
+            GATE_UP,
+            hidden,
+            ((f"{mlp}.gate_proj", intermediate), (f"{mlp}.up_proj", intermediate)),
+        )
+        yield AdaptedMap(DOWN, intermediate, ((f"{mlp}.down_proj", hidden),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankMap:
-    """What is added to one map: B A x, scaled."""
+    """The addition to one map: B A x, scaled."""
 
     down: Linear
-    """A: K to R, an even number."""
+    """A: K to R; R is even."""
     up: Linear
-    """B, scaled: R to N; of fused maps each reads its own ranks."""
+    """B, scaled: R to N. In a fused map, each part reads its own ranks."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, row by row."""
@@ -31,17 +73,17 @@ class LowRankMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter; it never changes."""
+    """An adapter. Immutable."""
 
-    id: AdapterId
+    id: LoraAdapter
     layers: tuple[Mapping[MapName, LowRankMap], ...]
-    """Of each layer the maps it adds to."""
+    """By layer: the additions, by map."""
     native: NativeAdapter | None = None
-    """The same for a native decoder; None: it has no code for them."""
+    """The same for the native decoder; None if it has no code for them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """What native code takes of an adapter's layers, if it takes all of them."""
+    """The layers in the form of native code; None unless it supports all of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

@@ -1,7 +1,7 @@
-"""The weights of one layer of a Llama-shaped decoder.
+"""The parts of one layer of a Llama-shaped decoder: norms, attention maps, MLP or experts.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I`
-intermediate size.
+intermediate size, `X` experts, `N` of them that a token takes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """The feed-forward part that every token takes, or one expert of several."""
+    """A gated feed-forward part; also one expert of several."""
 
     gate_up: Linear
     """E to 2 * I: gate, then up."""
@@ -51,9 +51,52 @@ class DecoderLayer:
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: QkNorm | None
     window: int | None
-    """How many tokens a token sees, itself included; None for all before it."""
+    """Tokens that a token sees, itself included; None: all before it."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
     feed_forward: FeedForward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A mixture of experts, as in Mixtral, and its router. Immutable."""
+
+    router: Linear
+    """E to X."""
+    experts: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    """Each `[T, E]` to `[T, E]`, row by row."""
+    num_per_token: int
+    """N."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`sum_n p_n expert_n(x)` over each token's N likeliest experts, whose p sum to 1.
+
+        Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
+        depend on other rows: the sum is in the order of the row's own experts. Waits for the device
+        once, to learn the number of tokens per expert.
+
+        Args:
+            x: `[T, E]`.
+
+        Returns:
+            `[T, E]`.
+        """
+        num_tokens, num_chosen = x.shape[0], self.num_per_token
+        shares, chosen = self.router(x).float().softmax(-1).topk(num_chosen, dim=-1)  # [T, N]
+        shares = shares / shares.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # [T * N], by expert
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        grouped = x.index_select(0, order // num_chosen)  # [T * N, E]
+        outputs = torch.cat(
+            [
+                expert(rows)
+                for expert, rows in zip(self.experts, torch.split(grouped, counts), strict=True)
+                if rows.shape[0]
+            ]
+        )
+        by_token = torch.empty_like(outputs)
+        by_token[order] = outputs
+        weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)

@@ -1,22 +1,195 @@
-"""Builds a Llama-shaped decoder from its weights, by the names that `transformers` gives them."""
+"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 import torch
+from torch.nn import functional
 
-from gpu_worker.models.decoder import Decoder
-from gpu_worker.models.decoder_layer import DecoderLayer, FeedForward, GatedMlp, QkNorm
-from gpu_worker.models.experts import Experts
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata, attend
+from gpu_worker.models.decoder_layer import DecoderLayer, Experts, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
+from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.models.rope import rotary_table
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.reader import Weights
+from kernels import ops
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.program.inputs import NativeInputs, NativeWanted
+from kernels.cpu.program.low_rank import RowAdapters
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
+
+    config: LlamaConfig
+    """Of this rank's part, if the model is on several devices."""
+    embedding: torch.Tensor | None
+    """`[V, E]`; None if an earlier stage has it."""
+    layers: tuple[DecoderLayer, ...]
+    final_norm: torch.Tensor | None
+    """`[E]`; None if a later stage has it."""
+    lm_head: Linear | None
+    """E to V; None if a later stage has it."""
+    cos_sin: torch.Tensor
+    """float32 `[max_model_len, D]`, from `rotary_table`."""
+    ranks: Ranks | None = None
+    """The other devices, if any."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Compute a step's tokens, and store their K and V in `pool`.
+
+        Args:
+            token_ids: int64[T], in the order of `metadata`'s sequences.
+            positions: int64[T], each token's index in its sequence, in [0, max_model_len); any of
+                these for padding.
+            pool: Holds the K and V of all earlier tokens.
+            metadata: The batch.
+
+        Returns:
+            The final, normalized hidden states of `metadata.wanted`, `[N, E]`; before the last
+            stage, the unnormalized ones of this stage.
+        """
+        if self.embedding is None:
+            residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
+        else:
+            residual = functional.embedding(token_ids, self.embedding)
+        adapters = metadata.adapters
+        native = None
+        if self._native is not None and (adapters is None or adapters.native is not None):
+            native = self._native.over(pool)
+        if native is not None:
+            return native.forward(
+                NativeInputs(
+                    hidden=residual,
+                    positions=positions,
+                    slot_mapping=metadata.slot_mapping,
+                    block_tables=metadata.block_tables,
+                    seq_lens=metadata.seq_lens,
+                    query_start_loc=metadata.query_start_loc,
+                    wanted=_native_wanted(metadata),
+                    adapters=None if adapters is None else adapters.native,
+                )
+            )
+        eps = self.config.rms_norm_eps
+        wanted = None if self.final_norm is None else metadata.wanted
+        out: torch.Tensor | None = None  # output of a branch, added by the next norm
+        for index, plain_layer in enumerate(self.layers):
+            layer = _adapted(index, plain_layer, metadata)
+            if out is None:
+                normed = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            query = self._store(index, layer, normed, positions, pool, metadata)
+            if wanted is not None and index == len(self.layers) - 1:
+                query, residual = metadata.select(query), metadata.select(residual)
+                metadata = wanted.metadata
+                if not len(query):
+                    return residual
+                layer = _adapted(index, plain_layer, metadata)
+            attended = attend(
+                query, pool, index, metadata, self.config.head_dim**-0.5, window=layer.window
+            )
+            out = layer.attention_output(attended)
+            normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
+            out = layer.feed_forward(normed)
+        assert out is not None, "a decoder has at least one layer"
+        if self.final_norm is None:
+            hidden = residual + out
+            self._others.send_on(hidden)
+            return metadata.select(hidden)
+        return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`.
+
+        Before the last stage: `[S, 0]`.
+        """
+        if self.lm_head is None:
+            return hidden[:, :0].float()
+        if isinstance(self.lm_head, PackedLinear):
+            return self.lm_head(hidden, torch.float32)
+        return self.lm_head(hidden).float()
+
+    @cached_property
+    def _native(self) -> NativeLayers | None:
+        if self.final_norm is None:
+            return None
+        return NativeLayers(self.config, self.layers, self.final_norm, self.cos_sin)
+
+    @property
+    def _others(self) -> Ranks:
+        assert self.ranks is not None, "the stages of a pipeline know each other"
+        return self.ranks
+
+    def _store(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        normed: torch.Tensor,  # [T, E]
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
+        config = self.config
+        heads = layer.qkv(normed).view(
+            -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        )
+        query, key, value = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
+        if layer.qk_norm is not None:
+            query = ops.rms_norm(query, layer.qk_norm.query, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.qk_norm.key, config.rms_norm_eps)
+        return ops.rotary_store_kv(
+            query,
+            key,
+            value,
+            self.cos_sin,
+            positions,
+            pool.key_cache(index),
+            pool.value_cache(index),
+            metadata.slot_mapping,
+            key_scales=pool.key_scales(index),
+            value_scales=pool.value_scales(index),
+        )
+
+
+def _adapted(index: int, layer: DecoderLayer, metadata: AttentionMetadata) -> DecoderLayer:
+    return layer if metadata.adapters is None else metadata.adapters.onto(index, layer)
+
+
+def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
+    if metadata.wanted is None:
+        return None
+    places, alone = metadata.wanted.places, metadata.wanted.metadata
+    adapters = None if alone.adapters is None else alone.adapters.native
+    if adapters is None and metadata.adapters is not None:
+        adapters = RowAdapters(np.zeros(len(places), np.int64), {})
+    return NativeWanted(places, alone.query_start_loc, adapters)
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
-    """Build `weights.place`'s part of the decoder; raises what reading its tensors does."""
+    """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
-        weights.ignore(r"lm_head\.weight")  # the embedding again, in some
+        weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
     layers = place.layers(config.num_layers)
     cos_sin = rotary_table(config.rope, config.head_dim, config.max_model_len)
     embedding = final_norm = lm_head = None
@@ -38,7 +211,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
 
 
 def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map over the vocabulary."""
+    """This rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings and embedding is not None:
         return weights.head(embedding[rows.start : rows.stop])
@@ -81,7 +254,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
 
 
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
-    """This rank's part of a sum."""
+    """This rank's part; the ranks' results are summed."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
         return _gated_mlp(config, f"{layer}.mlp", names, weights)
@@ -92,7 +265,7 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
-    # Never quantized: it is small, and other experts would be another model.
+    # Never quantized: it is small, and choosing other experts would make another model.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return Experts(
         router=make_linear(router, None),

@@ -1,4 +1,4 @@
-"""Gives a decoder's layers to native code, if the CPU has native code for all of them."""
+"""Runs a decoder's layers in native code, if the CPU supports all of them."""
 
 import torch
 
@@ -13,7 +13,7 @@ from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
-    """A decoder's layers in the form that native code takes, if it takes all of them."""
+    """A decoder's layers in the form of native code, if it supports them."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class NativeLayers:
         self._decoder: NativeDecoder | None = None
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
-        """Return the layers over this pool's memory; None: they run op by op."""
+        """The layers bound to this pool's memory; None: run them op by op."""
         if not self._is_whole:
             return None
         if self._key_cache is not pool.key_cache(0):
-            self._decoder = self._make_decoder(pool)
+            self._decoder = self._made_for(pool)
             self._key_cache = pool.key_cache(0)
         return self._decoder
 
-    def _make_decoder(self, pool: KvPool) -> NativeDecoder | None:
+    def _made_for(self, pool: KvPool) -> NativeDecoder | None:
         if not set(pool.layout.dtypes) <= {self._final_norm.dtype, *LARGEST}:
             return None
         caches = [

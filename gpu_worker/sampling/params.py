@@ -1,4 +1,4 @@
-"""How each row's tokens are drawn and when it ends: one sequence's values, and all rows' arrays."""
+"""How each row samples and when it ends: one sequence's parameters, and all rows' as arrays."""
 
 from dataclasses import dataclass
 

@@ -1,71 +1,45 @@
-"""Turns the logits of a step into one token per sequence.
+"""Samples: turns the logits of a step into one token per sequence.
 
 Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
 
-The order of operations is that of `quire.v1.SamplingParams`. Each part touches only the sequences
-that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
+The order of operations is that of `quire.v1.SamplingParams`: log-probabilities of the raw logits,
+penalties, bias, suppressed end tokens, grammar, then a draw or an argmax. Each part touches only
+the sequences that need it: a batch of greedy ones costs a check for non-finite values and an
+argmax.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
 from gpu_worker.sampling.params import NO_TOKEN, SamplingParams, SamplingTable
 from gpu_worker.sampling.penalties import TokenCounts
+from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
-from gpu_worker.step.upload import upload
 from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+"""Keeps the division finite. So close to 0, the most likely token has all the weight anyway."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
-"""The exponentials of lower numbers are no normal float32, and slow."""
+"""Exponentials of lower numbers are subnormal float32, and slow."""
 _LEAST_WEIGHT: Final = 1.7e-38
-"""Little above the exponential of that."""
+"""Slightly above exp(_LEAST_LOG)."""
 NOBODY: Final = np.empty(0, np.int64)
-"""The places of none."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledLogprobs:
-    """Log-probabilities of the model's own distribution, before anything changed it."""
-
-    places: npt.NDArray[np.int64]
-    """int64[L]: which of the step's sequences, ascending; on the host."""
-    num_top: npt.NDArray[np.int64]
-    """int64[L]: how many likeliest tokens each asked for; on the host."""
-    chosen: torch.Tensor
-    """float32[L]: of the sampled tokens."""
-    top_token_ids: torch.Tensor
-    """int64[L, most of `num_top`], best first."""
-    top_logprobs: torch.Tensor
-    """float32, parallel to `top_token_ids`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """What the sampler drew, on the device."""
-
-    token_ids: torch.Tensor
-    """int64[S]; where `is_finite` is false, any id in range."""
-    is_finite: torch.Tensor
-    """bool[S]: whether all logits of the sequence were finite."""
-    logprobs: SampledLogprobs | None
-    stuck: npt.NDArray[np.int64]
-    """int64[*]: which of the sequences have a grammar that admits no token; on the host."""
+"""The empty list of indexes."""
 
 
 class Sampler:
-    """Samples tokens; keeps what it must know of each row from `add` to `release`."""
+    """Samples tokens; keeps each row's state from `add` to `release`."""
 
     def __init__(
         self,
@@ -88,7 +62,7 @@ class Sampler:
         token_ids: npt.NDArray[np.int32],
         num_prompt_tokens: int,
     ) -> None:
-        """Give a free row its parameters; `token_ids` are its known tokens, the prompt first."""
+        """Give a free row its parameters; `token_ids` are its known tokens, prompt first."""
         self.table.set(row, params)
         if params.has_penalties:
             (known,) = upload([token_ids.astype(np.int64)], self._device)
@@ -98,7 +72,6 @@ class Sampler:
             self._structured.add(row, params.grammar, token_ids[num_prompt_tokens:].tolist())
 
     def release(self, rows: Sequence[int]) -> None:
-        """Forget rows."""
         self._counts.release(rows)
         if self._structured is not None:
             self._structured.release(rows)
@@ -110,18 +83,18 @@ class Sampler:
         positions: npt.NDArray[np.int64],
         num_outputs: npt.NDArray[np.int64],
     ) -> Sampled:
-        """Draw the next token of each sequence, and count it where penalties need it.
+        """Sample the next token of each sequence, and count it where penalties need that.
 
         Args:
             logits: float32[S, V] on the device; changed.
-            rows: int64[S], each once; or several times, at ascending positions, if it has neither
+            rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
-            positions: int64[S]: the index that the new token will have in its sequence.
-            num_outputs: int64[S]: tokens that the sequence has produced so far.
+            positions: int64[S], the new token's index in its sequence.
+            num_outputs: int64[S], output tokens of the sequence so far.
         """
         table = self.table
         is_finite = finite_rows(logits)
-        if table.is_plain[rows].all():  # as in most steps: nothing to look for below
+        if table.is_plain[rows].all():  # as in most steps
             token_ids, stuck = self._choose_admitted(logits, rows, positions)
             return Sampled(token_ids, is_finite, None, stuck)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
@@ -138,13 +111,13 @@ class Sampler:
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
-        if slots is not None:  # last: what fails for want of memory is called again
+        if slots is not None:  # last: if memory is short, all this is called again
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
 
     def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
-        """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
+        """Tokens forced by grammars, which need no logits; None if there are none."""
         if self._structured is None or not self._structured.may_force:
             return None
         (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
@@ -153,11 +126,11 @@ class Sampler:
     def follow(
         self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
     ) -> None:
-        """Let the grammars move on by what a step has sampled.
+        """Advance the grammars by what a step has sampled.
 
         Args:
             rows: int64[S], as for `sample`.
-            token_ids: Waits for int64[S], the step's tokens; called on another thread.
+            token_ids: Waits for the step's tokens, int64[S]. May be called on another thread.
         """
         if self._structured is None or not self._structured.has_any:
             return
@@ -168,7 +141,7 @@ class Sampler:
     def _penalize(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Change the logits of the sequences at `places`; where their counts are, int64[len]."""
+        """Penalize the logits of the sequences at `places`. Returns their count slots, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
             [
@@ -219,7 +192,7 @@ class Sampler:
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """As `_choose`, by the grammars that there are; and the places that are stuck."""
+        """As `_choose`, within the grammars; also returns the indexes of stuck sequences."""
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
             if len(places):
@@ -235,9 +208,9 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """int64[S]: by the logits as they are now, the most likely token or a draw.
+        """int64[S]: the most likely token or a draw, by the final logits.
 
-        `is_suppressed` says whether many of them may be -inf.
+        `is_suppressed`: whether many logits may be -inf.
         """
         drawn = self.table.temperature[rows].nonzero()[0]
         if not len(drawn):
@@ -292,9 +265,10 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """As `_draw`, for rows whose distribution is cut."""
+        """As `_draw`, for rows with top_k, top_p or min_p."""
         table = self.table
-        # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
+        # Subtracting the maximum first keeps every temperature from overflowing. It is -inf if all
+        # tokens are suppressed.
         scaled = logits.index_select(0, places)
         maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
         scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
@@ -309,7 +283,7 @@ class Sampler:
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
+        """As `_draw`, for a GPU: without sorting, and without waiting for the device."""
         table = self.table
         index, *given = upload(
             [
@@ -341,11 +315,40 @@ class Sampler:
         return SampledLogprobs(places, num_top, chosen, top.indices, top.values)
 
 
-def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
-    """`scaled.exp()` of numbers up to 0, many of them -inf, for which torch's takes twice as long.
+def sample_others(
+    forced: ForcedTokens,
+    hidden: torch.Tensor,
+    sample: Callable[[torch.Tensor, npt.NDArray[np.int64]], Sampled],
+) -> Sampled:
+    """Sample a step in which grammars force some tokens: those need no logits. CPU only.
 
-    Weights below `_LEAST_WEIGHT` are 0, too: among likelier ones, the sum of which is at least 1,
-    only a uniform number of 0 would draw one, and the next is 2^-53.
+    Args:
+        forced: The forced tokens.
+        hidden: Hidden states `[S, E]`; also checked for being finite.
+        sample: Samples the other sequences, given their hidden states and their indexes, int64[*].
+    """
+    has_choice = np.ones(len(hidden), np.bool_)
+    has_choice[forced.places] = False
+    (places,) = has_choice.nonzero()
+    token_ids = np.empty(len(hidden), np.int64)
+    token_ids[forced.places] = forced.token_ids
+    is_finite = finite_rows(hidden.float())
+    if not len(places):
+        return Sampled(torch.from_numpy(token_ids), is_finite, None, NOBODY)
+    sampled = sample(hidden.index_select(0, torch.from_numpy(places)), places)
+    token_ids[places] = sampled.token_ids.numpy()
+    is_finite.numpy()[places] = sampled.is_finite.numpy()
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = replace(logprobs, places=places[logprobs.places])
+    return Sampled(torch.from_numpy(token_ids), is_finite, logprobs, places[sampled.stuck])
+
+
+def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
+    """`scaled.exp()` for numbers up to 0, many of them -inf: twice as fast as torch's.
+
+    Weights below `_LEAST_WEIGHT` become 0. The sum of weights is at least 1, so only a uniform
+    number of exactly 0 could have drawn one; the next is 2^-53.
     """
     weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
@@ -353,15 +356,15 @@ def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
 
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """bool[S]: whether all numbers of each row are finite."""
-    # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-    if values.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+    # A non-finite number makes the sum non-finite; finite ones would have to be near 1e33.
+    if values.device.type == "cpu":  # torch's sum would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
             return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))
     return values.sum(1).isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int64[S]: the first of the largest. On a CPU numpy's takes a tenth of the time of torch's."""
+    """int64[S]: the first maximum. On a CPU numpy takes a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(1)

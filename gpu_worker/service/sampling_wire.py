@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 
+from contract.codec.checks import check_count, check_number, check_positive
 from contract.errors import InvalidArgumentError
-from gpu_worker.lora.adapter_id import AdapterId
+from contract.lora import LoraAdapter
 from gpu_worker.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
-from gpu_worker.service.field_checks import require_count, require_number, require_positive
 from quire.v1 import common_pb2
 
 _MAX_LOGIT_BIASES = 1024
@@ -46,27 +46,29 @@ def sampling_params_from_proto(
     )
     if parsed.grammar == "":
         raise InvalidArgumentError(f"{field}.structured.grammar", "is not set")
-    require_number(f"{field}.temperature", parsed.temperature, 0, 100)
-    require_number(f"{field}.top_k", parsed.top_k, 0, vocab_size)
-    require_positive(f"{field}.top_p", parsed.top_p, 1)
-    require_number(f"{field}.min_p", parsed.min_p, 0, 1)
-    require_positive(f"{field}.repetition_penalty", parsed.repetition_penalty, 100)
-    require_number(f"{field}.presence_penalty", parsed.presence_penalty, -2, 2)
-    require_number(f"{field}.frequency_penalty", parsed.frequency_penalty, -2, 2)
-    require_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
-    require_number(f"{field}.logprobs", parsed.logprobs or 0, 0, _MAX_LOGPROBS)
-    require_number(f"{field}.prompt_logprobs", parsed.prompt_logprobs or 0, 0, _MAX_LOGPROBS)
-    require_count(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
-    require_count(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+    check_number(f"{field}.temperature", parsed.temperature, 0, 100)
+    check_number(f"{field}.top_k", parsed.top_k, 0, vocab_size)
+    check_positive(f"{field}.top_p", parsed.top_p, 1)
+    check_number(f"{field}.min_p", parsed.min_p, 0, 1)
+    check_positive(f"{field}.repetition_penalty", parsed.repetition_penalty, 100)
+    check_number(f"{field}.presence_penalty", parsed.presence_penalty, -2, 2)
+    check_number(f"{field}.frequency_penalty", parsed.frequency_penalty, -2, 2)
+    check_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
+    check_number(f"{field}.logprobs", parsed.logprobs or 0, 0, _MAX_LOGPROBS)
+    check_number(f"{field}.prompt_logprobs", parsed.prompt_logprobs or 0, 0, _MAX_LOGPROBS)
+    check_count(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
+    check_count(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
     for token_id, bias in parsed.logit_bias:
-        require_number(f"{field}.logit_bias", token_id, 0, vocab_size - 1)
-        require_number(f"{field}.logit_bias[{token_id}]", bias, -100, 100)
+        check_number(f"{field}.logit_bias", token_id, 0, vocab_size - 1)
+        check_number(f"{field}.logit_bias[{token_id}]", bias, -100, 100)
     for token_id in parsed.stop_token_ids:
-        require_number(f"{field}.stop_token_ids", token_id, 0, vocab_size - 1)
+        check_number(f"{field}.stop_token_ids", token_id, 0, vocab_size - 1)
     return parsed
 
 
-def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Mapping[AdapterId, int]) -> int:
+def adapter_from_proto(
+    params: common_pb2.SamplingParams, adapters: Mapping[LoraAdapter, int]
+) -> int:
     """Find the number of the adapter that is asked for; 0: none is.
 
     Raises:
@@ -74,7 +76,7 @@ def adapter_from_proto(params: common_pb2.SamplingParams, adapters: Mapping[Adap
     """
     if not params.HasField("adapter"):
         return 0
-    wanted = AdapterId(params.adapter.name, params.adapter.digest)
+    wanted = LoraAdapter(params.adapter.name, params.adapter.digest)
     if (number := adapters.get(wanted)) is None:
         has = ", ".join(f"{a.name!r} ({a.digest.hex()[:8]})" for a in adapters) or "none"
         raise InvalidArgumentError(

@@ -1,8 +1,9 @@
-"""Executes steps on one device: rows, moves of blocks, what the model computes, results.
+"""Executes steps on one device: applies row changes, moves blocks, runs the model, returns results.
 
-A step is launched and collected. On CUDA the next one may be launched in between: launching waits
-for nothing, and a decode's input token goes from the sampler to the next step on the device. On CPU
-a launched step is done. One thread calls everything here.
+A step is launched, then collected. On CUDA the next step may be launched before this one is
+collected: launching never waits for the device, and a decode's input token goes from the sampler to
+the next step without leaving the device. On a CPU a launched step is already done. One thread makes
+all calls.
 """
 
 import time
@@ -12,48 +13,40 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
+from contract.limits import Limits
+from contract.state import Holdings
+from contract.step import Plan, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.kv.labels import BlockLabels
-from gpu_worker.kv.moves import BlockMoves, Pool
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.adapter_table import NO_ADAPTERS, AdapterTable
-from gpu_worker.memory.cuda_chunks import VirtualMemoryError
-from gpu_worker.memory.elastic import OutOfMemoryError
-from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
+from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.prompt_logprobs import PromptScores
+from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
-from gpu_worker.service.holdings import Holdings
-from gpu_worker.service.spans import SequenceSpans
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
-from gpu_worker.step.busy_clock import BusyClock
-from gpu_worker.step.graphs import GraphBackend
-from gpu_worker.step.head_start import head_start_s
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Limits,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
+from gpu_worker.step.block_labels import BlockLabels
+from gpu_worker.step.block_moves import BlockMoves, Pool
+from gpu_worker.step.cuda_graphs import GraphBackend
 from gpu_worker.step.model_runner import Decoder, ModelRunner
-from gpu_worker.step.readback import NOTHING_SAMPLED, Readback
+from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
-from gpu_worker.step.split import merged
+from gpu_worker.step.spans import SequenceSpans
+from gpu_worker.step.timing import BusyClock, head_start_s
 from rpc.observe import timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
-    """A step that the device works on."""
+    """A launched step that has not been collected."""
 
-    step_id: int
+    step_id: StepId
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
@@ -62,15 +55,15 @@ class LaunchedStep:
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
-    """The disk moves it is to wait for; None: it computes, or there are none."""
+    """Where its disk moves run, if it only waits for those; None if it computes, or has none."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it only waits for the disk: its collection would not, and may come before."""
+        """Whether it computes nothing and only waits for the disk. Collecting it never blocks."""
         return self.disk_pool is not None
 
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether `collect` would return at once."""
         if self.disk_pool is not None:
             is_waiting = self.disk_pool.is_busy(self.step_id)
             return not is_waiting or self.disk_pool.has_news(self.step_id)
@@ -80,7 +73,7 @@ class LaunchedStep:
 
 
 class Executor:
-    """Owns the rows and runs the model; the module says who may call what when."""
+    """Owns the rows and runs the model."""
 
     def __init__(
         self,
@@ -99,8 +92,8 @@ class Executor:
     ) -> None:
         """Each of the five before `adapters` may be None if no step needs it.
 
-        They are what swaps, what stores and loads, what masks by grammars, the other devices of
-        the model, whose executors are called alike, and what guesses, on one device alone.
+        `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
+        `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
         """
         self._pool = pool
         self._limits = limits
@@ -111,7 +104,7 @@ class Executor:
         self._structured = structured
         self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
-        self._adapters = AdapterTable(adapters, self.rows)
+        self._adapters = AdapterTable(adapters, self.rows.adapters_in_use)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
@@ -131,26 +124,25 @@ class Executor:
 
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """As `ModelRunner.capture_graphs`."""
         self._model_runner.capture_graphs(backend, report)
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be launched and not collected."""
+        """Most steps that may be launched and not yet collected."""
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
-        """Prepare the calling thread for all other calls; what it sets is each thread's own."""
+        """Prepare the calling thread for all other calls: sets per-thread state of torch."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
             torch.set_num_threads(torch.get_num_threads())
 
     def reset(self) -> Holdings:
-        """Forget all sequences, when all steps are collected; KV contents are left as they are.
+        """Forget all sequences; KV contents stay. All steps must have been collected.
 
         Returns:
-            What there was.
+        What the worker held until now.
         """
         self._moves.finish()
         holdings = self.labels.holdings(self.rows)
@@ -158,7 +150,7 @@ class Executor:
         return holdings
 
     def distrust(self) -> None:
-        """Forget all there is, because a step has failed, and who knows what it has written."""
+        """Forget all sequences and all labels: a step failed, and what it wrote is unknown."""
         self._forget_sequences()
         self.labels.clear()
 
@@ -170,13 +162,13 @@ class Executor:
         self._adapters.free_unused()
 
     def resize_pool(self, num_blocks: int) -> None:
-        """Let the device have `num_blocks` blocks, when all steps are collected.
+        """Resize the device pool to `num_blocks` blocks. All steps must have been collected.
 
-        Contents of those that stay are left as they are; those that come are zero.
+        Blocks that stay keep their contents; new ones are zero.
 
         Raises:
-            FailedPreconditionError: A row has a block that would go, or there is no memory for
-                more; nothing has changed.
+            FailedPreconditionError: A row uses a block that would go, or memory is short. Nothing
+                has changed.
         """
         row = self.rows.first_with_block_from(num_blocks)
         if row is not None:
@@ -184,7 +176,7 @@ class Executor:
                 f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
             )
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies may still read what goes
+            torch.cuda.synchronize(self._device)  # copies may still read the blocks that go
         try:
             self._pool.resize(num_blocks)
         except (OutOfMemoryError, VirtualMemoryError) as error:
@@ -192,34 +184,41 @@ class Executor:
         self.labels.resize_device(num_blocks)
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:
-        """Let new rows have an adapter, by a number that none has had."""
+        """Make an adapter available to new rows, under a number never used before."""
         self._adapters.add(number, adapter)
 
     def remove_adapter(self, number: int) -> None:
-        """Let go of an adapter, as soon as no row has it; no new one may."""
+        """Free an adapter as soon as no row uses it; new rows may not."""
         self._adapters.remove(number)
 
     def close(self) -> None:
-        """End what runs besides the calling thread; nothing may be called afterwards."""
+        """End all threads and give up the memory. The last call."""
         self._moves.close()
         if self._structured is not None:
             self._structured.close()
 
     @property
     def host_pool(self) -> HostPool | None:
-        """The host tier; None: there is none."""
+        """None if the worker has no host tier."""
         return self._moves.host_pool
 
-    def step(self, step: StepInput) -> StepOutput:
-        """Launch a step and collect it."""
+    def step(self, step: Plan) -> Result:
         return self.collect(self.launch(step))
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, step: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
+        First the rows change: sequences leave, join, and get more blocks; this fixes which rows
+        compute, and guesses (if any) join them. Then labels follow what the step names, moves and
+        writes. Then blocks move, in a fixed order: stores to and loads from the disk are started,
+        swap-outs read blocks before anything overwrites them, then come swap-ins and copies. Only
+        then does the step compute: inputs are gathered from the rows, the model runs, and rows that
+        have no known tokens left sample one each. On CUDA all of this is only enqueued, in stream
+        order. Results travel to the host and are read in `collect`.
+
         Raises:
-            InvalidArgumentError, BrokenInvariantError: as `Rows.apply`; only `reset` goes on then.
+            InvalidArgumentError, BrokenInvariantError: As `Rows.apply`. Only `reset` may follow.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -228,7 +227,7 @@ class Executor:
         if self._speculation is not None:
             with timeline.span("draft"):
                 scheduled = self._speculation.extend(step, scheduled)
-        self.labels.apply(step, self.rows, scheduled)  # guesses are written, too
+        self.labels.apply(step, self.rows, scheduled)  # guessed tokens are written, too
         self._busy.begin()
         with timeline.span("move blocks"):
             failed_swap_ins = self._moves.start(step)
@@ -245,14 +244,14 @@ class Executor:
             step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
-        """Wait for a launched step and say what it produced; in the order of launching."""
+    def collect(self, launched: LaunchedStep) -> Result:
+        """Wait for the oldest launched step and return its result."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
         metrics.DEVICE_BUSY_SECONDS.inc(self._busy.take_s())
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
-        # On CUDA a row's end may have become known after this step was launched.
+        # On CUDA a row may have ended after this step was launched.
         is_live = ~self.rows.has_ended(rows, incarnations)
         if self._speculation is not None:
             is_live &= self._speculation.keep(scheduled, sampled.token_ids, sampled.is_finite)
@@ -283,7 +282,7 @@ class Executor:
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
         disk = self._moves.take_ended(launched.step_id)
-        return StepOutput(
+        return Result(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
@@ -308,23 +307,23 @@ class Executor:
             ),
         )
 
-    def _change_sequences(self, step: StepInput) -> None:
-        """Tell the sampler and the spans which sequences went and came."""
+    def _change_sequences(self, step: Plan) -> None:
+        """Tell sampler, adapters and spans which sequences left and joined."""
         released = step.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
             self._adapters.free_unused()
-        if step.new_rows:
-            self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        if step.new_sequences:
+            self._spans.opened(step.new_sequences, time.time())
+        for new in step.new_sequences:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
 
 def _of_sampled(
     logprobs: tuple[TokenLogprob, ...], has_sampled: BoolArray
 ) -> tuple[TokenLogprob, ...]:
-    """Renumber from places among the rows that should sample to places among those that did."""
+    """Renumber indexes among all sampling rows to indexes among those that did sample."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

@@ -1,6 +1,6 @@
-"""Gathers what a step computes from the rows into the tensors the model takes.
+"""Gathers a step's model inputs from the rows.
 
-Symbols: `T` tokens, `S` sequences, `N` of them that sample, `M` blocks of the longest block table.
+Symbols: `T` tokens, `S` sequences, `N` tokens that sample, `M` blocks of the longest block table.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.adapter_table import NO_ADAPTERS
-from gpu_worker.lora.step_adapters import StepAdapters, step_adapters
+from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
+from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import AttentionMetadata, WantedTokens
-from gpu_worker.step.messages import Int32Array, Int64Array
 from gpu_worker.step.rows import Rows, ScheduledRows
-from gpu_worker.step.upload import upload
 
 _NONE: Final = np.empty(0, np.int64)
 
@@ -29,11 +28,11 @@ class InputBatch:
     token_ids: torch.Tensor
     """int64[T]."""
     positions: torch.Tensor
-    """int64[T]: of each token in its sequence."""
+    """int64[T]: each token's index in its sequence."""
     metadata: AttentionMetadata
-    """What it wants are the tokens before the sampled ones."""
+    """It wants the tokens before the sampled ones."""
     sampling_rows: torch.Tensor
-    """int64[N]: rows that sample, each as often as it does."""
+    """int64[N]: the sampling rows, each as often as it samples."""
 
 
 def build_input_batch(
@@ -45,20 +44,21 @@ def build_input_batch(
     is_all_known: bool = False,
     adapters: Mapping[int, Adapter] = NO_ADAPTERS,
 ) -> InputBatch:
-    """Gather a step's inputs; nothing here waits for the device.
+    """Gather a step's inputs, without waiting for the device.
 
     Args:
-        rows: the rows, after `apply`.
-        scheduled: what `apply` returned; at least one token.
+        rows: The rows, after `apply`.
+        scheduled: What `apply` returned; at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
-        block_size: token slots of one block.
-        is_all_known: whether `rows` has the values of all tokens, and `last_token_ids` is not read.
-        adapters: the worker's, by the numbers that rows have.
+        block_size: Token slots of a block.
+        is_all_known: Whether `rows` has the values of all tokens; `last_token_ids` is then not
+            read.
+        adapters: The worker's, by number.
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes
     seq_lens = scheduled.starts + lens
-    if num_decodes == len(lens):  # one token each, as in most steps: there is little to work out
+    if num_decodes == len(lens):  # one token each, as in most steps
         row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
         starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
     else:
@@ -66,7 +66,7 @@ def build_input_batch(
         np.cumsum(lens, out=starts[1:])
         row_of_token = np.repeat(scheduled.rows, lens)
         positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
-    places, offsets = np.divmod(positions, block_size)  # in block tables and blocks
+    places, offsets = np.divmod(positions, block_size)  # [T]: in block table, in block
     blocks = rows.block_tables[row_of_token, places].astype(np.int64)
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
     slots = blocks * block_size + offsets
@@ -80,7 +80,7 @@ def build_input_batch(
         seq_lens.astype(np.int32),
         starts,
     ]
-    numbers = rows.adapter[row_of_token] if adapters else _NONE  # of adapters
+    numbers = rows.adapter[row_of_token] if adapters else _NONE  # [T]
     of_all = step_adapters(numbers, adapters, last_token_ids.device)
     of_wanted_ones: StepAdapters | None = None
     wanted_starts: Int32Array | None = None
@@ -125,7 +125,7 @@ def build_input_batch(
 
 
 def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
-    """int64[len(positions)]: of tokens whose values the rows have."""
+    """int64[len(positions)]: tokens whose values the rows have."""
     if not len(positions):
         return _NONE
     return rows.token_ids[row_of_token, positions].astype(np.int64)
@@ -133,7 +133,7 @@ def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> I
 
 def _wanted(
     metadata: AttentionMetadata,
-    lens: Int32Array,  # [S]: how many tokens of each sequence are wanted
+    lens: Int32Array,  # [S]: wanted tokens of each sequence
     adapters: StepAdapters | None,
     places: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -153,16 +153,17 @@ def _wanted(
 def _places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """The tokens before the sampled ones: of each sequence its last in the step, or none.
+    """The tokens before the sampled ones: each sequence's last in the step, or none.
 
     Args:
-        scheduled: the step.
-        starts: int32[S + 1]: where each sequence's tokens start in the batch.
+        scheduled: The step.
+        starts: int32[S + 1], where each sequence's tokens start in the batch.
 
     Returns:
-        int64[N], their places in the batch, and int32[S + 1], where each sequence's start in that.
+        int64[N], their indexes in the batch; and int32[S + 1], where each sequence's start among
+        them.
     """
-    firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # where position 0 would be
+    firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: of position 0
     lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))
     wanted_starts = np.zeros_like(starts)
     np.cumsum(lens, out=wanted_starts[1:])

@@ -1,4 +1,4 @@
-"""Runs the model on what a step schedules: gathers the inputs, computes, scores, draws."""
+"""Runs the model on a scheduled step: gathers inputs, computes, scores prompts, samples."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,19 +7,20 @@ from typing import Any, Protocol
 import structlog
 import torch
 
+from contract.arrays import Int64Array
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
-from gpu_worker.lora.adapter_table import NO_ADAPTERS
+from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.parallel.shared_sampling import Sampling
-from gpu_worker.sampling.forced_tokens import sample_others
-from gpu_worker.sampling.prompt_logprobs import PromptScores, score_prompts
-from gpu_worker.sampling.sampler import Sampled
-from gpu_worker.step.graphs import DecodeGraphs, GraphBackend
+from gpu_worker.sampling.sampled import Sampled
+from gpu_worker.sampling.sampler import sample_others
+from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import Int64Array, Limits
+from gpu_worker.step.oom_split import TokenLimit, halves
+from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
-from gpu_worker.step.split import TokenLimit, halves
 from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 
@@ -27,7 +28,7 @@ _log = structlog.get_logger()
 
 
 class Decoder(Protocol):
-    """A model, as `model_source.open_model` leads to it."""
+    """A model, as `models.registry.open_model` loads it."""
 
     def forward(
         self,
@@ -36,19 +37,19 @@ class Decoder(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """`[N, hidden]` of the N wanted tokens; stores the K and V of all in the pool."""
+        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, vocab] of `[S, hidden]`."""
+        """float32[S, V] from hidden states `[S, E]`."""
 
 
 def forward(
     model: Decoder, batch: InputBatch, pool: Any, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Compute a batch's tokens: the final hidden states `[N, E]` that `metadata` wants.
+    """Compute a batch: the final hidden states `[N, E]` that `metadata` wants.
 
     Raises:
-        ModelError: The model's class, which may be a user's, returns those of other tokens.
+        ModelError: The model's class, perhaps a user's, returned another number of them.
     """
     hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
     if len(hidden) != metadata.num_wanted:
@@ -60,7 +61,7 @@ def forward(
 
 
 class ModelRunner:
-    """A model over a pool. One thread calls everything here, in `torch.inference_mode()`."""
+    """A model over a KV pool. Called from one thread, in `torch.inference_mode()`."""
 
     def __init__(
         self,
@@ -75,11 +76,12 @@ class ModelRunner:
         is_all_known: bool,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
     ) -> None:
-        """`adapters` are by the numbers that rows have; their owner changes them between steps.
+        """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
 
-        `takes_parts` is False if other devices of the model would have to cut a step alike.
+        `takes_parts` allows splitting a step when memory is short; ranks would have to split it
+        alike.
 
-        `is_all_known` says whether the rows have the values of all tokens before a step begins.
+        `is_all_known`: whether the rows have the values of all tokens before a step begins.
         """
         self._model = model
         self._pool = pool
@@ -95,20 +97,20 @@ class ModelRunner:
         self._token_limit = TokenLimit()
 
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Let steps of decodes alone replay graphs from now on; called before the first step.
+        """Capture graphs for steps of decodes only. Called before the first step.
 
-        `report` is told the share that is captured. Whatever fails is raised: steps go on without.
+        `report` gets the fraction done. Raises whatever fails; steps then run without graphs.
         """
         graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
         self._graphs = graphs
 
     def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        """Compute a step's tokens, draw for those that sample, and score what prompts want scored.
+        """Compute a step's tokens, sample, and score prompts that ask for it.
 
         Returns:
-            What each part of the step has drawn, none if it samples nothing, and its scores. On a
-            GPU neither is there yet.
+            What each part of the step sampled (empty if nothing samples), and prompt scores. On a
+            GPU neither has been computed yet.
         """
         results = self._run(scheduled)
         self._token_limit.note_step()
@@ -117,7 +119,7 @@ class ModelRunner:
     def _run(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        """As `run`; in parts, one after another, if the device has no memory for all at once."""
+        """As `run`; in parts, one after another, if memory is short."""
         if self._is_replayed(scheduled) or self._token_limit.allows(scheduled.num_tokens):
             try:
                 return self._run_at_once(scheduled)
@@ -165,7 +167,7 @@ class ModelRunner:
     def _forward(
         self, scheduled: ScheduledRows
     ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
-        """Run the model: hidden states `[N, E]` that are sampled from, their rows, the scores."""
+        """Run the model: hidden states `[N, E]` to sample from, their rows, prompt scores."""
         with timeline.span("gather the inputs"):
             batch = build_input_batch(
                 self._rows,
@@ -190,7 +192,7 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows
     ) -> Sampled:
-        """Draw a token for each row that samples; the next step finds it on the device."""
+        """Sample a token for each sampling row, and keep it on the device for the next step."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
         with timeline.span("ask the grammars"):
             forced = self._sampler.forced(rows)

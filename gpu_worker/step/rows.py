@@ -1,10 +1,10 @@
-"""The persistent rows: what the worker knows of each live sequence, and which of them compute.
+"""The persistent rows: what the worker knows of each live sequence, and which rows compute.
 
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
-every step. That a token is sampled is bookkeeping of this file; which token it is arrives later
+every step. Whether a token is sampled is known here at once; its value arrives later
 (`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
-value of a token. Where tokens are guessed (`speculation.py`) it is otherwise: `advance` says how
-many a row that decodes has got, before the next step.
+value of a token. With guessed tokens (`speculative/verify.py`) the number depends on values, too:
+`advance` then says, before the next step, how many tokens each decoding row gained.
 
 Each row's tokens, by position::
 
@@ -18,22 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contract.errors import InvalidArgumentError
-from gpu_worker.service.holdings import HeldRow
-from gpu_worker.step.messages import (
-    BoolArray,
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-    TokenLogprob,
-)
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.limits import Limits
+from contract.state import HeldRow
+from contract.step import NewSequence, Plan, TokenLogprob
 
 _NUM_LOGPROBS = 32
-"""Kept of each row's last tokens: more than the steps and messages under way have of one, guesses
-included, of which nobody has heard when the scheduler dies."""
+"""Kept for each row's last tokens: more than can be in steps and messages in flight, guesses
+included, that no router has received when the scheduler dies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,27 +37,26 @@ class ScheduledRows:
     """
 
     rows: Int64Array
-    """The decodes ascending, then those with guesses, the rest as the batch named them."""
+    """Decodes ascending, then decodes with guesses, then chunks in the batch's order."""
     starts: Int64Array
-    """The position of the first token that each computes."""
+    """Position of the first token that each computes."""
     lens: Int64Array
-    """How many tokens each computes; 1 for the decodes."""
+    """Tokens that each computes; 1 for decodes."""
     num_decodes: int
     sampling: Int64Array
-    """int64[N]: places in `rows` of those that sample, ascending: they compute the last of their
-    known tokens. One with guesses is there for each of its tokens."""
+    """int64[N]: indexes into `rows` of those that sample, ascending: they compute their last known
+    token. A row with guesses appears once for each of its tokens."""
     positions: Int64Array
-    """int64[N]: the index that each sampled token has in its sequence."""
+    """int64[N]: each sampled token's index in its sequence."""
     incarnations: Int64Array
-    """Which sequence had the row; see `Rows.incarnation`."""
+    """Which sequence has the row; see `Rows.incarnation`."""
     num_drafting: int = 0
-    """Rows that decode with guesses; they follow the `num_decodes` without."""
+    """Rows that decode with guesses; they follow the `num_decodes` rows without."""
     guesses: Int64Array | None = None
-    """int64[N]: what each sampled token was guessed to be, or NO_TOKEN; None: none was guessed."""
+    """int64[N]: the guess for each sampled token, or NO_TOKEN; None: no guesses."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in all."""
         return int(self.lens.sum())
 
 
@@ -72,54 +64,54 @@ class Rows:
     """All rows of a worker. `apply` is called once per step, in order, before the step computes."""
 
     def __init__(self, limits: Limits, *, has_guesses: bool = False) -> None:
-        """`has_guesses`: whether `advance` is called for what decodes, after each step."""
+        """`has_guesses`: whether `advance` is called after each step."""
         num_rows = limits.max_num_seqs
         self._has_guesses = has_guesses
         self._limits = limits
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
-        """Known tokens, as far as their values have arrived."""
+        """int32[R, max_model_len]: known tokens whose values have arrived."""
         self.block_tables = np.zeros((num_rows, limits.max_blocks_per_row), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
-        """Entries of each block table that are set; tables only grow."""
+        """Valid entries of each block table; tables only grow."""
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
         self.max_total = np.zeros(num_rows, np.int64)
         self.adapter = np.zeros(num_rows, np.int64)
-        """As `NewRow.adapter`."""
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
-        """Decodes, in the scheduler's count: rows that have ended but are not released included."""
+        """Decodes by the scheduler's count: includes rows that have ended but are not released yet.
+        """
         self.incarnation = np.zeros(num_rows, np.int64)
-        """Raised whenever a row gets a sequence: tells a late result from the next owner's."""
+        """Incremented whenever a row gets a sequence: tells a late result from the next owner's."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """The last one that sampled an end token, or could not sample: it computes no more."""
+        """The last incarnation that sampled an end token, or could not sample: it computes no more.
+        """
         self._ended_len = np.zeros(num_rows, np.int64)
-        """Its tokens; `num_tokens` goes on in name."""
+        """Tokens of the ended sequence, while `num_tokens` keeps counting as the scheduler does."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
-        """Whether the last of these is an end token."""
-        self._new: list[NewRow | None] = [None] * num_rows
-        """As each row was announced."""
+        """Whether its last token is an end token."""
+        self._new: list[NewSequence | None] = [None] * num_rows
+        """Each row as it was announced."""
         self._logprobs: dict[int, deque[TokenLogprob]] = {}
-        """By row, those of its last tokens, if they are wanted."""
+        """By row: log-probabilities of its last tokens, if wanted."""
 
     @property
     def num_used(self) -> int:
-        """Rows that hold a sequence."""
         return int(self.is_used.sum())
 
-    def apply(self, step: StepInput) -> ScheduledRows:
-        """Make the changes of a step and take its computation as done.
+    def apply(self, step: Plan) -> ScheduledRows:
+        """Apply a step's changes, and count its computation as done.
 
         Raises:
-            InvalidArgumentError: the batch contradicts the rows' state, or computes more than fits.
-            BrokenInvariantError: `num_decodes` is not what is counted here.
+            InvalidArgumentError: The batch contradicts the rows' state, or computes more than fits.
+            BrokenInvariantError: `num_decodes` is not the count of decoding rows here.
 
-        After an error the rows are in no defined state; `clear` is the only way on.
+        After an error the rows are undefined until `clear`.
         """
         if len(step.released_rows):
             self._release(step.released_rows)
-        for new_row in step.new_rows:
+        for new_row in step.new_sequences:
             self._add(new_row)
         if len(step.appended_rows):
             self._append_blocks(step.appended_rows, step.appended_block_ids)
@@ -127,7 +119,7 @@ class Rows:
         return self._schedule(step)
 
     def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
-        """Count the tokens that rows which decode have got in a step, int64[N]; some end by it."""
+        """Count the tokens, int64[N], that decoding rows gained in a step. Full rows end."""
         self.num_tokens[rows] += num_tokens
         self.num_computed[rows] = self.num_tokens[rows] - 1
         full = rows[self.num_tokens[rows] >= self.max_total[rows]]
@@ -136,14 +128,14 @@ class Rows:
         self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """bool[N]: whether each of `rows` is still that sequence's, or was the last to be."""
+        """bool[N]: whether no other sequence has got the row since."""
         current: BoolArray = self.incarnation[rows] == incarnations
         return current
 
     def store_sampled(
         self, rows: Int64Array, incarnations: Int64Array, positions: Int64Array, values: Int64Array
     ) -> None:
-        """Write sampled tokens that have arrived; those of sequences gone by now are dropped."""
+        """Write sampled tokens that have arrived; drops those of sequences that lost their row."""
         current = self.is_current(rows, incarnations)
         self.token_ids[rows[current], positions[current]] = values[current]
 
@@ -153,9 +145,9 @@ class Rows:
         """Keep log-probabilities that have arrived, for the next scheduler.
 
         Args:
-            rows: int64[N]: rows that sampled a token each.
-            incarnations: int64[N]; of sequences gone by now they are dropped.
-            logprobs: Each of the token at its `index` in `rows`.
+            rows: int64[N], rows that sampled a token each.
+            incarnations: int64[N]; those of sequences that lost their row are dropped.
+            logprobs: Each is for the token at its `index` in `rows`.
         """
         for logprob in logprobs:
             row = int(rows[logprob.index])
@@ -169,32 +161,31 @@ class Rows:
         num_tokens: Int64Array,
         has_stopped: BoolArray,
     ) -> None:
-        """Compute no more for these sequences; they may have lost their rows by now.
+        """Stop computing these sequences; they may have lost their rows already.
 
         Args:
             rows: int64[N].
             incarnations: int64[N].
-            num_tokens: int64[N], how many tokens they have.
-            has_stopped: bool[N], whether the last of these is an end token.
+            num_tokens: int64[N], their tokens.
+            has_stopped: bool[N], whether the last token is an end token.
         """
         self.ended_incarnation[rows] = incarnations
         self._ended_len[rows] = num_tokens
         self._has_stopped[rows] = has_stopped
 
     def has_ended(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """bool[N]: whether each sequence is known to have ended."""
         ended: BoolArray = self.ended_incarnation[rows] == incarnations
         return ended
 
     def block_table(self, row: int) -> Int32Array:
-        """int32[N]: a copy of a row's block table."""
+        """int32[N]: a copy of the row's block table."""
         return self.block_tables[row, : self.num_blocks[row]].copy()
 
     def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
-        """Describe the sequences that have an identity, once all results have arrived.
+        """Describe the sequences that have an identity. All results must have arrived.
 
         Args:
-            is_broken: Says of a block table whether its KV is: such a sequence is left out.
+            is_broken: Whether the KV of a block table is broken: such a sequence is left out.
         """
         held = []
         for row in np.flatnonzero(self.is_used).tolist():
@@ -219,15 +210,18 @@ class Rows:
             )
         return tuple(held)
 
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that rows have; 0 if a row has none."""
+        return set(self.adapter[self.is_used].tolist())
+
     def first_with_block_from(self, block: int) -> int | None:
-        """The first row whose table names a block of this number or a higher one; None: none."""
+        """The first row that uses block number `block` or a higher one; None if there is none."""
         is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]
         is_beyond = is_own & (self.block_tables >= block) & self.is_used[:, None]
         (rows,) = np.nonzero(is_beyond.any(axis=1))
         return int(rows[0]) if len(rows) else None
 
     def clear(self) -> None:
-        """Free all rows."""
         self.is_used[:] = False
         self.is_decoding[:] = False
         self.incarnation += 1
@@ -237,7 +231,7 @@ class Rows:
         self.is_used[rows] = False
         self.is_decoding[rows] = False
 
-    def _add(self, new: NewRow) -> None:
+    def _add(self, new: NewSequence) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
         if self.is_used[row]:
             raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
@@ -265,12 +259,12 @@ class Rows:
         if len(src):
             (used,) = np.nonzero(self.is_used)
             width = self.num_blocks[used].max(initial=0)
-            tables = self.block_tables[used, :width]  # behind a row's own there may be any number
+            tables = self.block_tables[used, :width]  # entries past a row's own are stale
             names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
 
-    def _schedule(self, step: StepInput) -> ScheduledRows:
+    def _schedule(self, step: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()
         if len(decoding) != step.num_decodes:
             raise BrokenInvariantError(
@@ -295,7 +289,7 @@ class Rows:
             starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
         )
 
-        # Rows that ended go on in name: the scheduler counts them until it knows and releases them.
+        # Ended rows keep counting: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
         is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
         sampled = chunk_rows[is_last]
@@ -325,7 +319,7 @@ class Rows:
 
 
 def _require(holds: BoolArray, field: str, values: Int32Array | Int64Array, problem: str) -> None:
-    """Raise for the first of `values` for which the condition does not hold."""
+    """Raise InvalidArgumentError for the first of `values` for which the condition is false."""
     if not holds.all():
         value = values[np.argmin(holds)]
         raise InvalidArgumentError(field, f"has {value}, {problem}")

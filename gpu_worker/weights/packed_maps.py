@@ -1,9 +1,11 @@
-"""Reads the linear maps that a quantized checkpoint packs, in as few bytes as the device can.
+"""Reads linear maps that a quantized checkpoint packs: AWQ and GPTQ integers, scaled fp8.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features,
+`W` integers in a word of 32 bits.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -13,16 +15,133 @@ import torch
 from gpu_worker.weights.checkpoint import Piece
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
-from gpu_worker.weights.packed_weight import (
-    TensorSpec,
-    cut_weight,
-    dequantize_fp8,
-    fp8_tensors,
-    integer_tensors,
-    unpack_integers,
+from gpu_worker.weights.quantized_linear import (
+    Quantization,
+    QuantizedWeight,
+    can_multiply,
+    make_quantized_linear,
 )
-from gpu_worker.weights.quantized_linear import QuantizedWeight, can_multiply, make_quantized_linear
-from gpu_worker.weights.stored_format import Fp8Format, IntegerFormat, StoredFormat
+from gpu_worker.weights.stored_format import (
+    Fp8Format,
+    IntegerFormat,
+    Packing,
+    ScaleShape,
+    StoredFormat,
+)
+
+_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""For eight consecutive outputs: the nibble of their word that each is in."""
+_MOST_GROUP: Final = 128
+_LEAST_GROUP: Final = 32
+"""Packed maps take group sizes that are powers of two in this range."""
+
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+
+def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
+    """The tensors of a map `[N, K]`, by the end of their names, without GPTQ's `g_idx`."""
+    per_word = 32 // stored.bits
+    num_groups = num_in // (stored.group_size or num_in)
+    weight = (num_in // per_word, num_out)
+    if stored.packing is Packing.AWQ:
+        weight = (num_in, num_out // per_word)
+    return {
+        "qweight": (weight, torch.int32),
+        "qzeros": ((num_groups, num_out // per_word), torch.int32),
+        "scales": ((num_groups, num_out), torch.float32),
+    }
+
+
+def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    """The weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
+
+    Args:
+        stored: How it is packed.
+        tensors: As named by `integer_tensors`.
+    """
+    bits, middle = stored.bits, 2 ** (stored.bits - 1)
+    if stored.packing is Packing.AWQ:
+        values = _in_awq_order(unpack_words(tensors["qweight"], bits)).t()
+        zeros = _in_awq_order(unpack_words(tensors["qzeros"], bits))
+    else:
+        values = unpack_words(tensors["qweight"].t(), bits)
+        zeros = unpack_words(tensors["qzeros"], bits)
+    # Arithmetic wraps around: with a shift of 1, zero point 0 is stored as the largest integer.
+    zeros = (zeros + stored.zero_shift) & (2 * middle - 1)  # uint8[G, N]
+    scales = tensors["scales"].t()  # [N, G]
+    return QuantizedWeight(
+        quantization=Quantization.INT4 if bits == 4 else Quantization.INT8,  # noqa: PLR2004
+        values=(values.to(torch.int16) - middle).to(torch.int8).contiguous(),
+        scales=scales.contiguous(),
+        offsets=((middle - zeros.t().float()) * scales).contiguous(),
+    )
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack `int32[..., M]` to `uint8[..., M * W]`, lowest bits first."""
+    out = torch.empty(*words.shape, 32 // bits, dtype=torch.uint8)
+    for place in range(32 // bits):
+        out[..., place] = (words >> (bits * place)) & (2**bits - 1)
+    return out.flatten(-2)
+
+
+def _in_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
+    by_word = nibbles.view(*nibbles.shape[:-1], -1, len(_AWQ_PLACES))
+    return by_word[..., list(_AWQ_PLACES)].flatten(-2)
+
+
+def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
+    """A part of a weight, in groups of a size that packed maps take; None if there is none.
+
+    Groups may be split into smaller ones with the same scale, so that none is cut in two.
+    """
+    num_in = weight.values.shape[1]
+    start, stop, _ = columns.indices(num_in)
+    group_size = num_in // weight.scales.shape[1]
+    size = math.gcd(group_size, start, stop, _MOST_GROUP)
+    if weight.quantization is Quantization.INT8 and group_size == num_in:
+        size = stop - start
+        groups = slice(0, 1)
+    elif size < _LEAST_GROUP:
+        return None
+    else:
+        groups = slice(start // size, stop // size)
+
+    def of_groups(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers[rows].repeat_interleave(max(1, group_size // size), 1)[:, groups]
+
+    return QuantizedWeight(
+        weight.quantization,
+        weight.values[rows, columns],
+        of_groups(weight.scales),
+        None if weight.offsets is None else of_groups(weight.offsets),
+    )
+
+
+def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
+    """The tensors of a map `[N, K]`, by the end of their names."""
+    if stored.scale_shape is ScaleShape.TENSOR:
+        shape: tuple[int, ...] = (1,)
+    elif stored.scale_shape is ScaleShape.CHANNEL:
+        shape = (num_out, 1)
+    else:
+        blocks = zip((num_out, num_in), stored.scale_shape, strict=True)
+        shape = tuple(-(-size // block) for size, block in blocks)
+    return {
+        "weight": ((num_out, num_in), torch.float8_e4m3fn),
+        stored.scale_name: (shape, torch.float32),
+    }
+
+
+def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The weight of a map: float32 `[N, K]`; `tensors` as named by `fp8_tensors`."""
+    weight, scales = tensors["weight"].float(), tensors[stored.scale_name]
+    if not isinstance(stored.scale_shape, ScaleShape):
+        for dim, block in enumerate(stored.scale_shape):
+            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
+    return weight * scales
+
 
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
@@ -32,9 +151,10 @@ _log = structlog.get_logger()
 
 
 class PackedMaps:
-    """Makes maps of packed tensors, and counts what becomes of them.
+    """Makes linear maps from packed tensors, and counts how many stay packed.
 
-    Integers stay integers on a CPU that can multiply them, else become `dtype`; fp8 always does.
+    Integers stay integers on a CPU that can multiply them; otherwise, and for fp8, weights become
+    `dtype`.
     """
 
     def __init__(
@@ -45,7 +165,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Arguments are as those of `Weights`; on the meta device it only asks for tensors."""
+        """Arguments as for `Weights`. On the meta device it only asks for tensors."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -57,7 +177,7 @@ class PackedMaps:
 
     @property
     def unused(self) -> str:
-        """Matches names of tensors that are for activations alone, which are never rounded."""
+        """Matches names of tensors for quantized activations, which are not used."""
         return r".*\.input_scale"
 
     def has(self, name: str) -> bool:
@@ -65,14 +185,14 @@ class PackedMaps:
         return f"{name}.{self._mark}" in self._names
 
     def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
-        """The maps of one input with these weights as one: their outputs joined.
+        """The fused map of several weights with the same input: their outputs joined.
 
         Args:
-            pieces: of weights `[N, K]` all or some rows or columns; some may not be packed.
-            bias: of all of them.
+            pieces: Weights `[N, K]`, or some of their rows or columns; some may not be packed.
+            bias: Of all of them.
 
         Raises:
-            ModelError: a tensor cannot be what the format says.
+            ModelError: A tensor contradicts the format.
         """
         parts = [self._part(piece, has_bias=bias is not None) for piece in pieces]
         if self._device == _META:
@@ -89,7 +209,7 @@ class PackedMaps:
         return make_linear(weight, bias)
 
     def log(self) -> None:
-        """Say what became of the maps, and what those cost that are dequantized."""
+        """Log how many weights stay packed, and the memory of dequantized ones."""
         _log.info(
             "quantized checkpoint",
             kind=self._stored.title,
@@ -99,9 +219,9 @@ class PackedMaps:
         )
 
     def _part(self, piece: Piece, *, has_bias: bool) -> QuantizedWeight | torch.Tensor:
-        """What a piece stands for: in float32 and unrounded, if its groups can be kept, whole.
+        """The weight of a piece: quantized if its groups can be kept, else in float32.
 
-        A tensor is read whole, even if only a part is wanted: groups and blocks may be cut in two.
+        Tensors are read whole even for a part: the cut may go through groups or blocks.
         """
         name = piece.name.removesuffix(".weight")
         if not self.has(name):
@@ -152,7 +272,7 @@ class PackedMaps:
                 )
 
     def _refuse_order(self, stored: IntegerFormat, name: str, num_in: int) -> None:
-        """Let GPTQ's `g_idx` say only what is so without it: groups are of neighbours."""
+        """Refuse a GPTQ `g_idx` unless groups are consecutive input features."""
         if f"{name}.g_idx" not in self._names:
             return
         found = self._read(name, {"g_idx": ((num_in,), torch.int32)})["g_idx"]
@@ -164,7 +284,7 @@ class PackedMaps:
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:
-        """Let a bias that the model lacks be there if it is zero, as some writers of GPTQ have."""
+        """Refuse a bias that the model lacks, unless it is zero: some GPTQ writers add those."""
         if f"{name}.bias" not in self._names:
             return
         bias = torch.empty(num_out, device=self._reading_on)
@@ -173,7 +293,7 @@ class PackedMaps:
             raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
 
     def _join(self, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Along N, with scales and offsets rounded to the activations' dtype."""
+        """Join along N; rounds scales and offsets to the activations' dtype."""
         offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
         return QuantizedWeight(
             parts[0].quantization,

@@ -6,21 +6,19 @@
         for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
-Every method raises what the service says as an error of `contract.errors`: InvalidArgumentError,
-TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
-deadline, which the service honours. `priority` and `tenant` say how urgent a request is (higher is
-sooner) and whom it is for; what that does is the scheduler's policy.
+Every method raises what the service answers as an error of `contract.errors`:
+InvalidArgumentError, TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s`
+becomes the call's deadline, which the service honours. `priority` (higher is sooner) and `tenant`
+are for the scheduler's policy.
 
-A client may know several routers of a service, all alike: it stays with one until that fails. With
-`resumable=True` a stream goes on when its router dies or the connection breaks, through another
-router or the same one; the caller sees a pause. `retry=Retry()` has other calls that generate sent
-anew, too, if they were refused because the service is too busy, or not there: when it says, and as
-long as most succeed.
+A client may know several routers of a service: it stays with one until that fails. With
+`resumable=True` a stream continues when its router dies or the connection breaks, through another
+router or the same one; the caller sees a pause. With `retry=Retry()` other requests are repeated,
+too, if the service refused them because it is too busy or not available.
 """
 
 from quire.client.async_client import AsyncClient
 from quire.client.blocking_client import Client
-from quire.client.kv_types import WorkerKv
 from quire.client.retry import Retry
 from quire.client.types import (
     DEFAULT_SAMPLING,
@@ -40,6 +38,7 @@ from quire.client.types import (
     TokenLogprob,
     Usage,
 )
+from quire.v1.kv_pb2 import WorkerKv
 from rpc.security.tls import ClientTls
 
 __all__ = [

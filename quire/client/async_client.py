@@ -3,18 +3,17 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Final, Self, Unpack
 
 from contract.errors import QuireError
-from quire.client import questions, wire
-from quire.client.activity_types import WorkerActivity
-from quire.client.attempts import Service
-from quire.client.kv_types import WorkerKv
-from quire.client.questions import Question
-from quire.client.retry import Retry
-from quire.client.routers import Targets
+from quire.client import wire
+from quire.client.attempts import Attempts, TimeLimit
+from quire.client.continuation import Continuation
+from quire.client.retry import Retry, RetryBudget
+from quire.client.routers import Routers, Targets
 from quire.client.types import (
     DEFAULT_SAMPLING,
     ChatMessage,
@@ -25,16 +24,30 @@ from quire.client.types import (
     Model,
     SamplingParams,
 )
+from quire.v1 import common_pb2, inference_pb2, kv_pb2
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling
 from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How calls are made, and how the client waits between two of them."""
+
+    open_channel: Callable[..., Any]
+    sleep: Callable[[float], Awaitable[None]]
+
+
+ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 
 
 class AsyncClient:
-    """The same as `Client` for asyncio; belongs to the event loop it is made in."""
+    """The same as `Client`, for asyncio; use it in the event loop that it was made in.
+
+    Its methods await nothing but calls on the transport's channels and the transport's `sleep`:
+    `Client` relies on that.
+    """
 
     def __init__(
         self,
@@ -44,14 +57,17 @@ class AsyncClient:
         retry: Retry | None = None,
         api_key: str = "",
         tls: ClientTls | None = None,
+        transport: Transport = ASYNCIO,
     ) -> None:
         """As for `Client`."""
-        self._service = Service(
+        self._routers = Routers(
             target,
-            lambda each, pings: open_channel(each, max_message_mb, tls, pings=pings),
-            retry=retry,
-            api_key=api_key,
+            lambda each, pings: transport.open_channel(each, max_message_mb, tls, pings=pings),
         )
+        self._metadata = wire.api_key_to_metadata(api_key)
+        self._retry = retry
+        self._budget = RetryBudget()
+        self._sleep = transport.sleep
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,8 +81,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End what is still running."""
-        for channel in self._service.routers.channels:
+        """Close the connections; calls that are still running end."""
+        for channel in self._routers.channels:
             await channel.close(grace=None)
 
     async def generate(
@@ -78,11 +94,9 @@ class AsyncClient:
         tenant: str = "",
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncIterator[Event]:
-        """Yield events as they happen; closing the iterator ends the work."""
-        attempts = self._service.attempts(
-            prompt, sampling, options, priority=priority, tenant=tenant, timeout_s=timeout_s
-        )
+    ) -> AsyncGenerator[Event]:
+        """Yield events as they happen; closing the iterator cancels the request."""
+        attempts = self._attempts(prompt, sampling, options, priority, tenant, timeout_s)
         try:
             while not attempts.is_complete:
                 call = attempts.stream()
@@ -93,12 +107,12 @@ class AsyncClient:
                                 yield event
                     attempts.check_complete()
                 except QuireError as error:
-                    await asyncio.sleep(attempts.failed(error))
+                    await self._sleep(attempts.failed(error))
                 finally:
                     call.cancel()
-        except QuireError:  # it ends by itself, only later
+        except QuireError:  # the request has failed, or ends by itself later
             raise
-        except BaseException:  # the caller wants no more, be it between two calls
+        except BaseException:  # the caller wants no more, perhaps while we wait between two calls
             if attempts.must_be_cancelled:
                 with contextlib.suppress(Exception):
                     await attempts.cancel()
@@ -114,7 +128,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Give the outputs when all are complete."""
+        """Return the outputs when all are complete."""
         if options.get("resumable"):
             options["request_id"] = options.get("request_id") or uuid.uuid4().hex
             events = self.generate(
@@ -123,15 +137,13 @@ class AsyncClient:
             return wire.completion_from_events(
                 options["request_id"], [event async for event in events]
             )
-        attempts = self._service.attempts(
-            prompt, sampling, options, priority=priority, tenant=tenant, timeout_s=timeout_s
-        )
+        attempts = self._attempts(prompt, sampling, options, priority, tenant, timeout_s)
         while True:
             try:
                 with calling():
                     return wire.completion_from_proto(await attempts.once())
             except QuireError as error:
-                await asyncio.sleep(attempts.failed(error))
+                await self._sleep(attempts.failed(error))
 
     async def tokenize(
         self,
@@ -141,9 +153,11 @@ class AsyncClient:
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Give the token ids of a text, or of a chat ended by the assistant's cue."""
-        question = questions.tokenize(text_or_chat, model, add_special_tokens=add_special_tokens)
-        return await self._ask(question, timeout_s)
+        """Return the token ids of a text, or of a chat followed by the assistant's cue."""
+        request = wire.tokenize_request_to_proto(
+            text_or_chat, model, add_special_tokens=add_special_tokens
+        )
+        return tuple((await self._call("Tokenize", request, timeout_s)).token_ids)
 
     async def detokenize(
         self,
@@ -153,13 +167,21 @@ class AsyncClient:
         skip_special_tokens: bool = True,
         timeout_s: float | None = None,
     ) -> str:
-        """Give the text of some token ids."""
-        question = questions.detokenize(token_ids, model, skip_special_tokens=skip_special_tokens)
-        return await self._ask(question, timeout_s)
+        """Return the text of some token ids."""
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return str((await self._call("Detokenize", request, timeout_s)).text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """Give the models served."""
-        return await self._ask(questions.models(), timeout_s)
+        """Return the models served."""
+        request = inference_pb2.ListModelsRequest()
+        return wire.models_from_proto(await self._call("ListModels", request, timeout_s))
+
+    async def load(self, *, timeout_s: float | None = None) -> Load:
+        """Return how busy the service is."""
+        response = await self._call("GetLoad", inference_pb2.GetLoadRequest(), timeout_s)
+        return wire.load_from_proto(response.load)
 
     async def describe_kv(
         self,
@@ -172,21 +194,23 @@ class AsyncClient:
         ref_counts: bool = False,
         block_tables: bool = False,
         timeout_s: float | None = None,
-    ) -> tuple[WorkerKv, ...]:
-        """Say who holds which KV blocks; what did not fit is asked for with the answer's `next_…`.
+    ) -> tuple[kv_pb2.WorkerKv, ...]:
+        """Return who holds which KV blocks, as the messages of `quire.v1.kv_pb2`.
 
-        `worker` asks for one worker only. Bounds that are None are the service's defaults.
+        `worker` asks for one worker only. A bound that is None is the service's default; ask for
+        what did not fit with the answer's `next_seq_id` and `next_block`.
         """
-        question = questions.describe_kv(
-            worker,
-            first_seq_id,
-            max_sequences,
-            first_block,
-            max_blocks,
+        query = kv_pb2.KvQuery(
+            worker=worker,
+            first_seq_id=first_seq_id,
+            max_sequences=max_sequences,
+            first_block=first_block,
+            max_blocks=max_blocks,
             ref_counts=ref_counts,
             block_tables=block_tables,
         )
-        return await self._ask(question, timeout_s)
+        request = inference_pb2.DescribeKvRequest(query=query)
+        return tuple((await self._call("DescribeKv", request, timeout_s)).workers)
 
     async def describe_activity(
         self,
@@ -195,22 +219,36 @@ class AsyncClient:
         max_steps: int | None = None,
         after_step_id: int = 0,
         timeout_s: float | None = None,
-    ) -> tuple[WorkerActivity, ...]:
-        """Say what the workers are doing: their loads, and the latest `max_steps` steps of each.
+    ) -> tuple[common_pb2.WorkerActivity, ...]:
+        """Return what the workers do: their loads, and the latest `max_steps` steps of each.
 
-        `after_step_id` leaves out what is known of one `worker` already.
+        `after_step_id` leaves out the steps of one `worker` up to that one.
         """
-        question = questions.describe_activity(worker, max_steps, after_step_id)
-        return await self._ask(question, timeout_s)
+        query = common_pb2.ActivityQuery(
+            worker=worker, max_steps=max_steps, after_step_id=after_step_id
+        )
+        request = inference_pb2.DescribeActivityRequest(query=query)
+        return tuple((await self._call("DescribeActivity", request, timeout_s)).workers)
 
-    async def load(self, *, timeout_s: float | None = None) -> Load:
-        """Say how busy the service is."""
-        return await self._ask(questions.load(), timeout_s)
+    def _attempts(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        options: GenerateOptions,
+        priority: int,
+        tenant: str,
+        timeout_s: float | None,
+    ) -> Attempts:
+        request = wire.generate_request_to_proto(prompt, sampling, options)
+        return Attempts(
+            self._routers,
+            request,
+            Continuation(request, self._retry, self._budget),
+            TimeLimit(timeout_s),
+            [*self._metadata, *wire.precedence_to_metadata(priority, tenant)],
+        )
 
-    async def _ask(self, question: Question[T], timeout_s: float | None) -> T:
-        method = getattr(self._service.routers.current.stub, question.method)
+    async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        call = getattr(self._routers.current.stub, method)
         with calling():
-            response = await method(
-                question.request, timeout=timeout_s, metadata=self._service.metadata
-            )
-        return question.read(response)
+            return await call(request, timeout=timeout_s, metadata=self._metadata)

@@ -1,67 +1,43 @@
-"""What both clients do alike to have one request served; they differ in how they wait.
+"""One request of a client, served by as many calls as it takes, to one router or another.
 
-A request takes as many calls as it takes, to one router or another: `Attempts` makes each call and
-says when to make the next, `Continuation` knows what has come, and the client waits and reads.
+`Attempts` makes each call and says when to make the next; `Continuation` knows what has arrived;
+the client reads and waits.
 """
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from contract.errors import QuireError
 from quire.client import wire
 from quire.client.continuation import Continuation
-from quire.client.retry import Retry, RetryBudget
-from quire.client.routers import Routers, Targets, TimeLimit, start_call
-from quire.client.types import Event, GenerateOptions, SamplingParams
+from quire.client.routers import Routers
+from quire.client.types import Event
 from quire.v1 import inference_pb2
-from rpc.transport import Pings
 
 _CANCEL_TIMEOUT_S = 2.0
 
 Metadata: TypeAlias = list[tuple[str, str]]
 
 
-class Service:
-    """The routers of one service, as one client knows them: whom to ask, and how often."""
+class TimeLimit:
+    """What is left of a time limit, over several calls."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        open_channel: Callable[[str, Pings], Any],
-        *,
-        retry: Retry | None,
-        api_key: str,
-    ) -> None:
-        """See `Routers`."""
-        self.routers = Routers(targets, open_channel)
-        self.metadata: Metadata = wire.api_key_to_metadata(api_key)
-        self._retry = retry
-        self._budget = RetryBudget()
+    def __init__(self, timeout_s: float | None) -> None:
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
 
-    def attempts(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        options: GenerateOptions,
-        *,
-        priority: int,
-        tenant: str,
-        timeout_s: float | None,
-    ) -> "Attempts":
-        """Prepare a request; its time runs from now on."""
-        request = wire.generate_request_to_proto(prompt, sampling, options)
-        return Attempts(
-            self.routers,
-            request,
-            Continuation(request, self._retry, self._budget),
-            TimeLimit(timeout_s),
-            [*self.metadata, *wire.precedence_to_metadata(priority, tenant)],
-        )
+    def remaining_s(self) -> float | None:
+        """Return how much is left; None: there is no limit."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def check(self, delay_s: float, error: QuireError) -> None:
+        """Raise `error` if the limit ends within so many seconds."""
+        remaining_s = self.remaining_s()
+        if remaining_s is not None and remaining_s <= delay_s:
+            raise error
 
 
 class Attempts:
-    """One request, to be served by one call after another."""
+    """The calls of one request. They return what the channel's stubs do: coroutines or streams."""
 
     def __init__(
         self,
@@ -81,56 +57,61 @@ class Attempts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything has come."""
+        """Whether everything has arrived."""
         return self._continuation.is_complete
 
     @property
     def must_be_cancelled(self) -> bool:
-        """Whether the work goes on though the caller wants no more."""
+        """Whether the service goes on with the request when no call reads it."""
         return self._continuation.is_resumable and not self.is_complete
 
-    def stream(self, trace: Sequence[tuple[str, str]] = ()) -> Any:
-        """Begin the next call, which streams; `trace` is metadata that makes it part of one."""
-        self._router = self._routers.current
-        self._started_s = time.monotonic()
+    def stream(self) -> Any:
+        """Start the next streaming call."""
+        self._begin()
         can_go_on = self._continuation.is_resumable
-        return start_call(
-            self._router.resuming_stub if can_go_on else self._router.stub,
-            self._continuation.next_request(),
-            self._time_limit.remaining_s(),
-            [*trace, *self._metadata],
-        )
+        stub = self._router.resuming_stub if can_go_on else self._router.stub
+        request = self._continuation.next_request()
+        is_new = isinstance(request, inference_pb2.GenerateRequest)
+        method = stub.Generate if is_new else stub.Resume
+        return method(request, timeout=self._time_limit.remaining_s(), metadata=self._metadata)
 
-    def once(self, trace: Sequence[tuple[str, str]] = ()) -> Any:
-        """Make the next call, answered in one piece; give the answer, or what is to be awaited."""
-        self._router = self._routers.current
+    def once(self) -> Any:
+        """Start the next call that is answered in one message."""
+        self._begin()
         return self._router.stub.GenerateOnce(
             inference_pb2.GenerateOnceRequest(request=self._request),
             timeout=self._time_limit.remaining_s(),
-            metadata=[*trace, *self._metadata],
+            metadata=self._metadata,
         )
 
+    def _begin(self) -> None:
+        self._router = self._routers.current
+        self._started_s = time.monotonic()
+
     def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
-        """Take the next message of a stream; give what is new. Raises as `Continuation.take`."""
+        """Take the next message of a stream; return what is new in it.
+
+        Raises as `Continuation.take`.
+        """
         return self._continuation.take(wire.event_from_proto(response))
 
     def check_complete(self) -> None:
-        """Check, when a stream has ended well, that everything has come."""
+        """Check, when a stream has ended without an error, that everything has arrived."""
         self._continuation.check_complete()
 
     def failed(self, error: QuireError) -> float:
-        """Take the failure of the present call; give how long to wait before the next.
+        """Take the failure of the present call; return the seconds to wait before the next.
 
-        Raises `error` if there is no use in another, or no time.
+        Raises `error` if another call is useless, or there is no time for one.
         """
         now_s = time.monotonic()
-        self._routers.failed(self._router, error)  # the next request, too, asks another
+        self._routers.failed(self._router, error)  # so the next request asks another, too
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s
 
     def cancel(self) -> Any:
-        """End the work; give what `once` would. It ends by itself if this fails, only later."""
+        """Start the call that cancels the request. If that fails, it ends by itself, later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

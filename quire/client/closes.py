@@ -1,4 +1,4 @@
-"""What `with` closes."""
+"""The base of classes that `with` closes."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,11 +6,11 @@ from typing import Self
 
 
 class Closes(ABC):
-    """Something with a `close`, which the end of a `with` calls."""
+    """Has a `close`, which leaving a `with` calls."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Release what it holds."""
 
     def __enter__(self) -> Self:
         return self

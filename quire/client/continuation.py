@@ -1,6 +1,6 @@
-"""What a client knows of one stream, so that it can be gone on with when it breaks.
+"""What a client has received of one stream, so that the stream can continue when it breaks.
 
-Pure: it makes the requests and takes the events and the errors; who calls it does the rest.
+Pure: makes the requests, takes events and errors. The caller does the calling and the waiting.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE later than that was not refused: its connection has gone."""
+"""A call that ends as UNAVAILABLE later than this was not refused: it lost its connection."""
 
 
 @dataclass(slots=True)
@@ -35,19 +35,19 @@ class _Received:
     num_text_bytes: int = 0
     finished: bool = False
     is_finished_again: bool = False
-    """Whether the service has said so since the request was last sent."""
+    """Whether the service has finished it since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
-    """Those of `token_ids` that the service has yet to repeat, since it was sent anew."""
+    """What is left of `token_ids` for the service to repeat, since it was sent again."""
     text_to_repeat: str = ""
 
 
 class Continuation:
     """One request, through as many calls as it takes.
 
-    A stream that broke is resumed. When the service cannot do that (it has lost router and
-    scheduler, or it was too long ago) it is sent anew, and what the client has is
-    left out of what comes: with the same seed the service gives the same again. Should it not, that
-    is an error. So a caller gets each token once, whatever happens.
+    A stream that broke is resumed. If the service cannot resume it (router and scheduler are gone,
+    or too much time has passed), the request is sent again, and what the client already has is
+    skipped: with the same seed the service generates the same again, and it is an error if it does
+    not. So the caller gets each token exactly once.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Continuation:
         policy: Retry | None,
         budget: RetryBudget,
     ) -> None:
-        """A `request` that is resumable gets an id and a seed, unless it has them.
+        """Give a resumable `request` an id and a seed if it has none.
 
-        Without a policy it is tried again as `Retry` says by default if it is resumable, else not.
+        Without a policy, a resumable request is retried as `Retry()` says, another one never.
         """
         self.is_complete = False
-        """Whether everything has come."""
+        """Whether everything has arrived."""
         self._request = request
         self._policy = policy or (Retry() if request.resumable else NO_RETRY)
         self._budget = budget
@@ -69,11 +69,11 @@ class Continuation:
         self._has_prompt_scores = False
         self._is_resuming = False
         self._is_accepted = False
-        """Whether any call has brought an event."""
+        """Whether any call has delivered an event."""
         self._may_be_live = False
-        """Whether a call was lost that the service may have accepted."""
+        """Whether the service may have accepted a call that was lost."""
         self._num_failures = 0
-        """Since the last event that was new."""
+        """Failures since the last event that was new."""
         self._failing_since = 0.0
         if request.resumable:
             request.request_id = request.request_id or uuid.uuid4().hex
@@ -82,12 +82,12 @@ class Continuation:
 
     @property
     def request_id(self) -> str:
-        """Empty if it is left to the service."""
+        """Empty: the service chooses one."""
         return self._request.request_id
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the work goes on when a stream breaks, unless it is cancelled."""
+        """Whether the service keeps the request when a stream breaks, until it is cancelled."""
         return self._request.resumable
 
     def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
@@ -98,7 +98,8 @@ class Continuation:
                 output.token_ids_to_repeat = output.token_ids[:]
                 output.text_to_repeat = "".join(output.texts)
             return self._request
-        # What is left to repeat, if the stream that repeated it broke, is nothing to leave out.
+        # The stream may have broken while the service was repeating: what is left of that counts as
+        # not received.
         return inference_pb2.ResumeRequest(
             request_id=self._request.request_id,
             received=[
@@ -114,9 +115,9 @@ class Continuation:
         )
 
     def take(self, event: Event) -> Event | None:
-        """Take the next event of the present call; give what is new of it.
+        """Take the next event of the present call; return what is new in it.
 
-        Raises QuireError if it does not go on where the client is, or contradicts what it has.
+        Raises QuireError if it does not continue where the client is, or contradicts what it has.
         """
         if not self._is_accepted:
             self._is_accepted = True
@@ -156,7 +157,7 @@ class Continuation:
             or output.text_to_repeat[:num_chars_again] != delta.text[:num_chars_again]
         ):
             raise QuireError(
-                f"output {delta.output_index} is not the same again from token {expected} on"
+                f"output {delta.output_index} is not the same as before from token {expected} on"
             )
         output.token_ids_to_repeat = output.token_ids_to_repeat[num_again:]
         output.text_to_repeat = output.text_to_repeat[num_chars_again:]
@@ -173,15 +174,15 @@ class Continuation:
         return new if new.token_ids or new.text else None
 
     def check_complete(self) -> None:
-        """Check, when a call has ended well, that everything has come; raise UnavailableError."""
+        """Raise UnavailableError if the call has ended well, but too early."""
         if not self.is_complete:
             raise UnavailableError("the stream ended before its usage")
 
     def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
-        """Take the failure of the present call; give how long to wait before the next.
+        """Take the failure of the present call; return the seconds to wait before the next.
 
-        Raises `error` if there is no use in another. `now` is in seconds, on a clock that only goes
-        forward; `took_s` is how long the call lasted.
+        Raises `error` if another call is useless. `now` is in seconds on the monotonic clock;
+        `took_s` is how long the call lasted.
         """
         if self._num_failures == 0:
             self._failing_since = now
@@ -191,7 +192,7 @@ class Continuation:
             case NotFoundError() | FailedPreconditionError() if self._is_resuming:
                 self._is_resuming = False
             case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
-                self._is_resuming = True  # the service has not noticed yet that a call broke
+                self._is_resuming = True  # the service has not noticed yet that the call broke
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():

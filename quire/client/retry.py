@@ -1,4 +1,4 @@
-"""How often a client tries again: a policy for each call, and a budget for all of them."""
+"""When a client retries: a policy for each request, and a budget for all of them together."""
 
 import random
 import threading
@@ -7,35 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """When a call that failed is made again.
-
-    A service that is too busy says when to come back, and is not asked sooner.
-    """
+    """When a call that failed is repeated; never sooner than a busy service asks for."""
 
     max_attempts: int = 5
-    """Of a call that was refused because the service is too busy, or not available."""
+    """Most calls for a request that is refused because the service is too busy or unavailable."""
     first_backoff_s: float = 0.05
-    """Doubled at each attempt in a row; half of it is left to chance."""
+    """Doubles with each failure in a row; the wait is random, between half of it and all of it."""
     max_backoff_s: float = 1.0
     resume_within_s: float = 30.0
-    """How long a resumable stream that broke is tried to be resumed before it fails."""
+    """How long the client tries to resume a broken stream before that fails."""
 
     def backoff_s(self, num_failures: int) -> float:
-        """Say how long to wait after so many failures in a row."""
+        """Return how long to wait after so many failures in a row."""
         doubled_s = self.first_backoff_s * 2.0 ** min(num_failures - 1, 16)
         backoff_s = min(doubled_s, self.max_backoff_s)
-        return backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, guards nothing
+        return backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - not for security
 
 
 NO_RETRY = Retry(max_attempts=1)
 
 
 class RetryBudget:
-    """Lets all calls of a client together retry only while most of them succeed.
+    """Stops retries while most calls of a client fail. Threads may share it.
 
-    Each failure costs one of `capacity` tokens and each success gives a tenth back; there are no
-    retries while no more than half are left. So a service that has failed for long gets at most a
-    tenth more calls. It is gRPC's own retry throttling (gRFC A6). Threads may share it.
+    Each failure costs one of `capacity` tokens, each success returns a tenth, and there are no
+    retries while half or fewer are left: gRPC's retry throttling (gRFC A6). So a service that keeps
+    failing gets at most a tenth more calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:
@@ -49,7 +46,7 @@ class RetryBudget:
             self._tokens = min(self._capacity, self._tokens + 0.1)
 
     def failed(self) -> bool:
-        """Count a call that was refused; say whether there may be a retry."""
+        """Count a call that was refused; return whether it may be retried."""
         with self._lock:
             self._tokens = max(0.0, self._tokens - 1)
             return self._tokens > self._capacity / 2

@@ -1,12 +1,10 @@
-"""The routers that a client knows: where they are, which is asked, and for how long."""
+"""The routers that a client knows, and which of them it asks."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from contract.errors import InvalidArgumentError, QuireError, UnavailableError
-from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.transport import PATIENT, QUICK, Pings
 
@@ -14,43 +12,35 @@ Targets: TypeAlias = str | Sequence[str]
 """The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
 
 
-def split_targets(targets: Targets) -> list[str]:
-    """List the routers; raise InvalidArgumentError if there is none."""
-    listed = targets.split(",") if isinstance(targets, str) else list(targets)
-    if not all(listed) or not listed:
-        raise InvalidArgumentError("targets", f"is {targets!r}; it must name one router or more")
-    return listed
-
-
 @dataclass(frozen=True, slots=True)
 class Router:
-    """One of them, and the connections to it; each connects at its first call."""
+    """One router and the connections to it; each connects at its first call."""
 
     stub: InferenceServiceStub
-    """For calls that end with their connection: it is kept through a silence of half a minute."""
+    """For calls that are lost with their connection: it tolerates half a minute of silence."""
     resuming_stub: InferenceServiceStub
-    """For calls that can go on elsewhere: a router that is silent for three seconds is left."""
+    """For calls that can continue elsewhere: it gives up after three seconds of silence."""
 
 
 class Routers:
-    """Which of several routers is asked: the same one, until it fails."""
+    """The routers of one service. All calls go to the same one until it fails."""
 
     def __init__(self, targets: Targets, open_channel: Callable[[str, Pings], Any]) -> None:
-        """Open channels to each, either all synchronous or all not.
-
-        Raises InvalidArgumentError if there is none.
-        """
+        """Open two channels to each; raise InvalidArgumentError if there is none."""
+        listed = targets.split(",") if isinstance(targets, str) else list(targets)
+        if not all(listed) or not listed:
+            raise InvalidArgumentError(
+                "targets", f"is {targets!r}; it must name one router or more"
+            )
         self.channels: list[Any] = []
-        """All that were opened, for the owner to close."""
+        """All that were opened; the owner closes them."""
         self._index = 0
 
         def stub(target: str, pings: Pings) -> InferenceServiceStub:
             self.channels.append(open_channel(target, pings))
             return InferenceServiceStub(self.channels[-1])  # type: ignore[no-untyped-call]
 
-        self._routers = [
-            Router(stub(target, PATIENT), stub(target, QUICK)) for target in split_targets(targets)
-        ]
+        self._routers = [Router(stub(target, PATIENT), stub(target, QUICK)) for target in listed]
 
     @property
     def current(self) -> Router:
@@ -58,34 +48,6 @@ class Routers:
         return self._routers[self._index]
 
     def failed(self, router: Router, error: QuireError) -> None:
-        """Ask the next one, unless that is done already, or it was no fault of this one's."""
+        """Switch to the next router if `router` is unavailable and still the current one."""
         if router is self.current and isinstance(error, UnavailableError):
             self._index = (self._index + 1) % len(self._routers)
-
-
-class TimeLimit:
-    """What is left of a time limit, for one call after another."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._at = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def remaining_s(self) -> float | None:
-        """Say how much is left; None: there is no limit."""
-        return None if self._at is None else max(0.0, self._at - time.monotonic())
-
-    def check(self, delay_s: float, error: QuireError) -> None:
-        """Raise `error` if the limit passes in so many seconds."""
-        remaining_s = self.remaining_s()
-        if remaining_s is not None and remaining_s <= delay_s:
-            raise error
-
-
-def start_call(
-    stub: InferenceServiceStub,
-    request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest,
-    timeout_s: float | None,
-    metadata: list[tuple[str, str]],
-) -> Any:
-    """Begin a stream of the kind that `request` asks for."""
-    is_new = isinstance(request, inference_pb2.GenerateRequest)
-    return (stub.Generate if is_new else stub.Resume)(request, timeout=timeout_s, metadata=metadata)

@@ -29,13 +29,13 @@ class AdapterServiceStub(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
     schedulers, a scheduler all its workers, so that one call changes the service.
 
-    A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
-    have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
-    scheduler dies, and tells the next one.
+    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
+    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
+    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
+    keeps its adapters when its scheduler dies, and reports them to the next one.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def __init__(self, channel):
@@ -65,18 +65,18 @@ class AdapterServiceServicer(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
     schedulers, a scheduler all its workers, so that one call changes the service.
 
-    A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
-    have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
-    scheduler dies, and tells the next one.
+    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
+    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
+    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
+    keeps its adapters when its scheduler dies, and reports them to the next one.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter; requests may name it when this returns. If one worker refuses, none has it
-        afterwards. INVALID_ARGUMENT if the name is the model's, or the directory holds no adapter of this
+        """Loads an adapter; requests may name it when this returns. If one worker refuses, none keeps
+        it. INVALID_ARGUMENT if the name is the model's, or the directory holds no adapter of this
         model that is supported, saying why; ALREADY_EXISTS if an adapter of other contents has the name;
         FAILED_PRECONDITION if that one is being unloaded, or there is no memory; UNIMPLEMENTED if the
         model cannot have adapters as it is served; UNAVAILABLE if no worker is attached, or one is lost.
@@ -86,10 +86,9 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter. From now on no new request may name it; those that run with it end as they
-        would. Returns when they have and the workers have let it go, which happens even if the caller
-        leaves before. NOT_FOUND if there is none of that name; FAILED_PRECONDITION if it is being
-        unloaded already.
+        """Unloads an adapter. New requests may no longer name it; running ones finish normally. Returns when
+        they have finished and the workers have freed it, which happens even if the caller disconnects.
+        NOT_FOUND if there is none of that name; FAILED_PRECONDITION if it is being unloaded already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,13 +131,13 @@ class AdapterService(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
     schedulers, a scheduler all its workers, so that one call changes the service.
 
-    A scheduler sees to it that all its workers hold the same: one that is attached loads what the others
-    have, from the directory where they found it, and unloads what was unloaded here. What only it
-    has, the others load; if one of them refuses, nobody has it. A worker keeps its adapters when its
-    scheduler dies, and tells the next one.
+    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
+    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
+    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
+    keeps its adapters when its scheduler dies, and reports them to the next one.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     @staticmethod

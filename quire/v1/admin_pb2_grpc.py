@@ -26,12 +26,11 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Operates the process that it is asked of.
+    """Operates the process that it is called on.
 
-    Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
-    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
-    PERMISSION_DENIED.
+    Who may call: on a router with API keys, an operator's key. On any other process that requires client
+    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
+    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -48,16 +47,15 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Operates the process that it is asked of.
+    """Operates the process that it is called on.
 
-    Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
-    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
-    PERMISSION_DENIED.
+    Who may call: on a router with API keys, an operator's key. On any other process that requires client
+    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
+    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
     """
 
     def Drain(self, request, context):
-        """Has the process drain and end, as SIGTERM does, and tells how that goes until it has drained.
+        """Drains and ends the process, as SIGTERM does, and reports progress until it has drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,12 +78,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Operates the process that it is asked of.
+    """Operates the process that it is called on.
 
-    Who may call. A router with API keys wants one of an operator's. Any other process that asks for
-    certificates of its clients (--tls-client-ca) obeys whoever has one. All others obey callers by
-    a Unix socket and, with --local-drain, by the loopback interface. The rest is refused with
-    PERMISSION_DENIED.
+    Who may call: on a router with API keys, an operator's key. On any other process that requires client
+    certificates (--tls-client-ca), any caller with a certificate. On all others, callers by Unix socket
+    and, with --local-drain, by loopback. Other callers are refused with PERMISSION_DENIED.
     """
 
     @staticmethod

@@ -42,20 +42,20 @@ class InferenceServiceStub(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
-    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
-    lost, doubled or contradicted. The newest call has the request; an older one that is still open
-    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
-    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
+    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
+    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
+    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
-    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. A router
-    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
-    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
-    it is refused at once with DEADLINE_EXCEEDED.
+    `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
+    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
+    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
+    once with DEADLINE_EXCEEDED.
     """
 
     def __init__(self, channel):
@@ -133,20 +133,20 @@ class InferenceServiceServicer(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
-    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
-    lost, doubled or contradicted. The newest call has the request; an older one that is still open
-    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
-    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
+    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
+    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
+    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
-    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. A router
-    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
-    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
-    it is refused at once with DEADLINE_EXCEEDED.
+    `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
+    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
+    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
+    once with DEADLINE_EXCEEDED.
     """
 
     def Generate(self, request, context):
@@ -157,18 +157,18 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with the stream of a `resumable` request behind what the client has of it. NOT_FOUND if
+        """Continues the stream of a `resumable` request after what the client already has. NOT_FOUND if
         this tenant has no such request, or its grace period is over; FAILED_PRECONDITION if
         log-probabilities that are missing were lost together with a scheduler; INVALID_ARGUMENT if the
-        client claims to have more than there is; otherwise as `Generate`. The call's deadline takes the
-        place of the one before.
+        client claims more than was produced; otherwise as `Generate`. The call's deadline replaces
+        the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a `resumable` request, whoever reads it, if anybody does. NOT_FOUND as for `Resume`.
+        """Ends a `resumable` request, whether or not a call reads it. NOT_FOUND as for `Resume`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +184,7 @@ class InferenceServiceServicer(object):
 
     def Tokenize(self, request, context):
         """Turns text, or a chat, into token ids as `Generate` would. RESOURCE_EXHAUSTED if too many calls
-        of this kind are in hand; generation goes on beside them.
+        of this kind are in progress; generation is not affected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,14 +205,14 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Says how busy the service is.
+        """Returns the load of the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeKv(self, request, context):
-        """Says who holds which KV blocks, for people and tools: worker by worker, tier by tier. NOT_FOUND
+        """Returns which sequences hold which KV blocks, by worker and tier, for people and tools. NOT_FOUND
         if the query names a worker that the scheduler does not have, UNAVAILABLE if it is not attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -220,7 +220,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeActivity(self, request, context):
-        """Says what each worker is doing, for people and tools: its load, and its latest steps. Errors are
+        """Returns each worker's load and latest steps, for people and tools. Errors are
         those of `DescribeKv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -305,20 +305,20 @@ class InferenceService(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and what came of it is kept.
-    `Resume`, through any router, says what the client has of each output, and gets the rest: nothing is
-    lost, doubled or contradicted. The newest call has the request; an older one that is still open
-    ends: its outputs with reason ERROR and code ABORTED. Since such a call does not stop the work by
-    ending, `Cancel` does. After `Resume` says NOT_FOUND the request is gone, and may be sent anew.
+    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
+    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
+    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
+    resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
-    `x-quire-priority`, an integer in [-100, 100], default 0, says how urgent a request is: higher is
-    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, says whom it is for. What they
-    do is the scheduler's policy; by default requests are served in the order in which they come. A router
-    with API keys wants one as `authorization: Bearer KEY`, else UNAUTHENTICATED; the key says whom a request
-    is for, and naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and
-    `DescribeActivity` without an operator's key. The call's deadline counts: a request that cannot meet
-    it is refused at once with DEADLINE_EXCEEDED.
+    `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
+    sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
+    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
+    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
+    once with DEADLINE_EXCEEDED.
     """
 
     @staticmethod

@@ -26,21 +26,21 @@ if _version_not_supported:
 
 
 class LoadingServiceStub(object):
-    """Has workers give their device back, and take it again. Router, scheduler and worker offer it alike: a
-    router asks all its schedulers, a scheduler the worker that is named, or all.
+    """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
+    a router asks all its schedulers, a scheduler the worker that is named, or all.
 
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its scheduler's,
-    and waits to be told to load. Its scheduler first starts nothing new there, moves what runs to other
-    workers of the model, and sends no more steps; what found no place waits, with the tokens that it has,
-    until a worker of the model is there. The worker is attached anew when it has loaded, and its scheduler
-    has it load the LoRA adapters again that came at run time.
+    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
+    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
+    runs to other workers of the model, and sends no more steps; what found no place waits, with the
+    tokens that it has, until a worker of the model is there. The worker is attached again when it has
+    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
 
-    A worker may come back with another model. It is used if no other worker serves the one before: then
-    what is live of that one ends, with an error that says so, and routers read the tokenizer of
-    the new one. What was asked of a model is never computed by another.
+    A worker may come back with another model. It is used if no other worker serves the old one: then the
+    old model's live requests end with an error that says so, and routers read the new model's
+    tokenizer. A request for one model is never computed by another.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def __init__(self, channel):
@@ -62,39 +62,40 @@ class LoadingServiceStub(object):
 
 
 class LoadingServiceServicer(object):
-    """Has workers give their device back, and take it again. Router, scheduler and worker offer it alike: a
-    router asks all its schedulers, a scheduler the worker that is named, or all.
+    """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
+    a router asks all its schedulers, a scheduler the worker that is named, or all.
 
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its scheduler's,
-    and waits to be told to load. Its scheduler first starts nothing new there, moves what runs to other
-    workers of the model, and sends no more steps; what found no place waits, with the tokens that it has,
-    until a worker of the model is there. The worker is attached anew when it has loaded, and its scheduler
-    has it load the LoRA adapters again that came at run time.
+    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
+    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
+    runs to other workers of the model, and sends no more steps; what found no place waits, with the
+    tokens that it has, until a worker of the model is there. The worker is attached again when it has
+    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
 
-    A worker may come back with another model. It is used if no other worker serves the one before: then
-    what is live of that one ends, with an error that says so, and routers read the tokenizer of
-    the new one. What was asked of a model is never computed by another.
+    A worker may come back with another model. It is used if no other worker serves the old one: then the
+    old model's live requests end with an error that says so, and routers read the new model's
+    tokenizer. A request for one model is never computed by another.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def Unload(self, request, context):
-        """Unloads models; returns when their memory is given back, which happens even if the caller leaves
-        before. NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several devices
+        """Unloads models; returns when their memory is free, which happens even if the caller disconnects.
+        NOT_FOUND if there is no such worker; UNIMPLEMENTED if its model is on several devices
         (--tensor-parallel-size, --pipeline-parallel-size), or simulated: then none is unloaded;
-        FAILED_PRECONDITION if one is being loaded; UNAVAILABLE if one is not there, or lost meanwhile.
+        FAILED_PRECONDITION if one is being loaded; UNAVAILABLE if one is not attached, or is lost during
+        the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads models, and tells how far that is until requests are served; it goes on even if the caller
-        leaves. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory holds no model that
-        the worker can serve as it was started, saying why, and FAILED_PRECONDITION if there is no memory for
-        it: the worker stays unloaded then. FAILED_PRECONDITION also if another model is loaded, or being
-        loaded; UNAVAILABLE if a worker is not attached, or lost meanwhile.
+        """Loads models, and reports progress until requests are served; it continues even if the caller
+        disconnects. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory holds no model
+        that the worker can serve as it was started, saying why, and FAILED_PRECONDITION if there is no
+        memory for it: the worker stays unloaded then. FAILED_PRECONDITION also if another model is loaded,
+        or being loaded; UNAVAILABLE if a worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,21 +123,21 @@ def add_LoadingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LoadingService(object):
-    """Has workers give their device back, and take it again. Router, scheduler and worker offer it alike: a
-    router asks all its schedulers, a scheduler the worker that is named, or all.
+    """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
+    a router asks all its schedulers, a scheduler the worker that is named, or all.
 
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its scheduler's,
-    and waits to be told to load. Its scheduler first starts nothing new there, moves what runs to other
-    workers of the model, and sends no more steps; what found no place waits, with the tokens that it has,
-    until a worker of the model is there. The worker is attached anew when it has loaded, and its scheduler
-    has it load the LoRA adapters again that came at run time.
+    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
+    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
+    runs to other workers of the model, and sends no more steps; what found no place waits, with the
+    tokens that it has, until a worker of the model is there. The worker is attached again when it has
+    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
 
-    A worker may come back with another model. It is used if no other worker serves the one before: then
-    what is live of that one ends, with an error that says so, and routers read the tokenizer of
-    the new one. What was asked of a model is never computed by another.
+    A worker may come back with another model. It is used if no other worker serves the old one: then the
+    old model's live requests end with an error that says so, and routers read the new model's
+    tokenizer. A request for one model is never computed by another.
 
-    Who may call. At a router: an operator, as for `AdminService`. At a scheduler or a worker: whoever
-    reaches it, as for `SchedulerService` and `WorkerService`.
+    Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
+    caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     @staticmethod

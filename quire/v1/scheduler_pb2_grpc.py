@@ -31,15 +31,15 @@ class SchedulerServiceStub(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. When there is no news for half a second, it
-    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
+    that produced something for this router, with the events of all its sequences. For a router
+    that reads slowly it merges several steps into one. After half a second without events it sends an
+    empty `step`, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
-    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
-    submits what it has live again, with what that had produced so far; this takes the place of what
-    still runs of it.
+    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
+    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far; these replace what still runs of
+    them.
     """
 
     def __init__(self, channel):
@@ -91,15 +91,15 @@ class SchedulerServiceServicer(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. When there is no news for half a second, it
-    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
+    that produced something for this router, with the events of all its sequences. For a router
+    that reads slowly it merges several steps into one. After half a second without events it sends an
+    empty `step`, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
-    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
-    submits what it has live again, with what that had produced so far; this takes the place of what
-    still runs of it.
+    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
+    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far; these replace what still runs of
+    them.
     """
 
     def Connect(self, request_iterator, context):
@@ -110,29 +110,29 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSchedulerLoad(self, request, context):
-        """Says how busy the scheduler is.
+        """Returns the scheduler's load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Defragment(self, request, context):
-        """Moves the blocks that are held together, at each attached worker, while it goes on working.
-        Returns when it is done; UNAVAILABLE if no worker is attached, or one is lost meanwhile.
+        """Defragments the blocks of each attached worker while it keeps working.
+        Returns when it is done; UNAVAILABLE if no worker is attached, or one is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeSchedulerKv(self, request, context):
-        """Says who holds which KV blocks; see `InferenceService.DescribeKv`.
+        """Returns which sequences hold which KV blocks; see `InferenceService.DescribeKv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeSchedulerActivity(self, request, context):
-        """Says what each worker is doing; see `InferenceService.DescribeActivity`.
+        """Returns what each worker is doing; see `InferenceService.DescribeActivity`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,25 +140,25 @@ class SchedulerServiceServicer(object):
 
     def Migrate(self, request, context):
         """Moves a live request with the KV of all its sequences to another worker, and returns when it is
-        there. Its output is what it would have been, and it computes nothing again. If the move fails,
-        the request goes on where it is, or, if its worker is lost meanwhile, elsewhere. NOT_FOUND if no
+        there. Its output does not change, and nothing is computed again. If the move fails, the
+        request continues where it is or, if its worker is lost, elsewhere. NOT_FOUND if no
         such request is live or there is no such worker; FAILED_PRECONDITION, saying why, if it cannot
         be moved: a worker has no host tier or not enough room in it, the two keep different KV, the
-        prompt of several outputs is not computed yet; UNAVAILABLE if a worker is not attached, or lost
-        meanwhile.
+        prompt of several outputs is not computed yet; UNAVAILABLE if a worker is not attached, or is lost
+        during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResizeKv(self, request, context):
-        """Lets a worker's KV pool grow or shrink while it goes on working, and tells how far that is, until
-        it is done; it is done even if the caller goes. To grow, the worker needs the memory. To shrink,
-        the blocks that go are emptied first: what is cached in them goes to the host tier or is lost,
-        what is held is moved to others, and where these are too few, sequences are preempted.
-        NOT_FOUND if there is no such worker; INVALID_ARGUMENT if it is not said which, or what size;
-        FAILED_PRECONDITION, saying why and what the limit is, if the pool cannot have it, and nothing
-        has changed; UNAVAILABLE if the worker is not attached, or lost meanwhile.
+        """Grows or shrinks a worker's KV pool while it keeps working, and reports progress until it is done;
+        it continues even if the caller disconnects. To grow, the worker needs the memory. To shrink, the
+        blocks that go are emptied first: what is cached in them goes to the host tier or is lost, what is
+        held is moved to others, and where these are too few, sequences are preempted. NOT_FOUND if there
+        is no such worker; INVALID_ARGUMENT if it is not said which, or what size; FAILED_PRECONDITION,
+        saying why and what the limit is, if the pool cannot have it, and nothing has changed; UNAVAILABLE
+        if the worker is not attached, or is lost during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,15 +216,15 @@ class SchedulerService(object):
     A conversation. The router opens `Connect` and sends `hello`; the scheduler answers `welcome` as
     soon as it knows its model, that is, when a worker is attached. From then on the router sends
     `submit` and `cancel` whenever it likes, and the scheduler sends one `step` for each model step
-    that produced something for this router, holding the news of all its sequences. To a router that
-    reads slowly it sends several steps merged into one. When there is no news for half a second, it
-    sends a `step` without any, so that a router notices when the scheduler hangs. A submitted
+    that produced something for this router, with the events of all its sequences. For a router
+    that reads slowly it merges several steps into one. After half a second without events it sends an
+    empty `step`, so that a router notices when the scheduler hangs. A submitted
     request is either `refused` or, for each of its sequences, ends with exactly one `finished` in
     some step. When the stream breaks, the scheduler cancels the router's sequences, except those of
-    requests that came with a `resume_record`. These run on for a grace period, and what comes of them
-    is kept: any router may `resume` one, and is `resumed` with all of it. A router that comes back
-    submits what it has live again, with what that had produced so far; this takes the place of what
-    still runs of it.
+    requests that came with a `resume_record`. These run on for a grace period, and their outputs are
+    kept: any router may `resume` one, and receives everything in `resumed`. A router that reconnects
+    submits its live requests again, with the tokens produced so far; these replace what still runs of
+    them.
     """
 
     @staticmethod

@@ -29,14 +29,14 @@ class WorkerServiceStub(object):
     """Executes model steps on one device.
 
     A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
-    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
-    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
-    in the order sent and answers each with one result, in that order. A worker obeys only the newest
-    epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
+    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
+    executes them in the order sent and answers each with one result, in that order. A worker obeys only
+    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and says only what changes. A row
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
@@ -44,22 +44,23 @@ class WorkerServiceStub(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
-    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
+    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
+    label for some time: the worker does nothing with pins but report them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
-    no others than without. Only the worker knows how far a row is, before the result tells. So a row
-    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
+    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
+    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
+    stopped.
 
-    Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
 
-    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
-    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
-    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
-    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
-    certificate of those.
+    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
+    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
+    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
+    certificate of these authorities.
     """
 
     def __init__(self, channel):
@@ -114,14 +115,14 @@ class WorkerServiceServicer(object):
     """Executes model steps on one device.
 
     A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
-    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
-    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
-    in the order sent and answers each with one result, in that order. A worker obeys only the newest
-    epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
+    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
+    executes them in the order sent and answers each with one result, in that order. A worker obeys only
+    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and says only what changes. A row
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
@@ -129,22 +130,23 @@ class WorkerServiceServicer(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
-    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
+    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
+    label for some time: the worker does nothing with pins but report them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
-    no others than without. Only the worker knows how far a row is, before the result tells. So a row
-    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
+    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
+    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
+    stopped.
 
-    Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
 
-    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
-    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
-    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
-    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
-    certificate of those.
+    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
+    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
+    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
+    certificate of these authorities.
     """
 
     def Attach(self, request, context):
@@ -186,28 +188,28 @@ class WorkerServiceServicer(object):
 
     def PullKv(self, request, context):
         """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
-        Returns when they are there; some may be overwritten if it fails.
+        Returns when they have arrived; if it fails, some may have been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitDrain(self, request, context):
-        """Returns when the worker is about to end. It goes on as ever then, but is attached no more, until
-        the scheduler that asked ends its `Execute`, at leisure: it may move sequences away first. Of a
-        scheduler that has not asked, and of one that takes longer than half of --drain-s, the worker
-        ends the stream itself, with UNAVAILABLE, after the results that it owes.
+        """Returns when the worker is about to end. It keeps working, but refuses to be attached again, until
+        the scheduler that asked ends its `Execute`; that one may move sequences away first. The worker
+        itself ends the stream of a scheduler that did not ask, or that takes longer than half of
+        --drain-s, with UNAVAILABLE, after the results of the steps it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResizePool(self, request, context):
-        """Lets the device have more blocks, or fewer, between two steps; in its other blocks nothing changes.
-        Returns when it is done: only then a batch may name a block that has come. Before it shrinks, the
-        scheduler has each block that goes out of every row's table, and the steps answered that touch
-        it. UNIMPLEMENTED without `WorkerInfo.max_num_blocks`; FAILED_PRECONDITION, and nothing has
-        changed, if a row has a block that would go, or there is no memory for more.
+        """Changes the number of device blocks between two steps; the other blocks keep their contents.
+        Returns when it is done: only then may a batch name a new block. Before it shrinks, the scheduler
+        has each block that goes out of every row's table, and the steps answered that touch it.
+        UNIMPLEMENTED without `WorkerInfo.max_num_blocks`; FAILED_PRECONDITION, and nothing has changed, if
+        a row has a block that would go, or there is no memory for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,14 +270,14 @@ class WorkerService(object):
     """Executes model steps on one device.
 
     A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    forgets the rows of the scheduler before, and answers with what it is: the model, its rows, its
-    blocks. `ReadHoldings` tells the scheduler what the worker still holds of the one before, so that it
-    goes on where that one was. The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker executes them
-    in the order sent and answers each with one result, in that order. A worker obeys only the newest
-    epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
+    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
+    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
+    executes them in the order sent and answers each with one result, in that order. A worker obeys only
+    the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
 
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
-    parameters. The scheduler numbers the rows, [0, max_num_seqs), and says only what changes. A row
+    parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
     every step, its last sampled one, without being named, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
@@ -283,22 +285,23 @@ class WorkerService(object):
 
     Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
     worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. Of a label the scheduler may say for
-    how long it keeps what is named so: the worker does nothing about that, but tells the next one.
+    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
+    label for some time: the worker does nothing with pins but report them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
     decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, and
-    no others than without. Only the worker knows how far a row is, before the result tells. So a row
-    that has its `max_total_tokens` is counted as decoding until it is released, like one that stopped.
+    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
+    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
+    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
+    stopped.
 
-    Integers that come in numbers are packed in `bytes`, little-endian, as the comment of the field says.
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
 
-    Who may call. With --tls-client-ca only who has a certificate of these authorities: schedulers, and
-    for `ReadKv` other workers, which are not told apart. Without it whoever reaches a worker may claim
-    it, run it, and read what its host blocks hold: then it is for a network, or a Unix socket, that only
-    they reach. `PullKv` dials whatever address it is given, and with --tls-ca talks only to who has a
-    certificate of those.
+    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
+    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
+    Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
+    certificate of these authorities.
     """
 
     @staticmethod

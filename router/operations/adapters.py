@@ -13,7 +13,7 @@ from router.schedulers.pool import Schedulers
 from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.served_model import ServedModel
 from rpc.security.operators import Operators
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks
 
 _NEWS_S: Final = 5.0
 """How long a scheduler's news of what it has answered may take."""
@@ -34,7 +34,7 @@ class Adapters:
         self._schedulers = schedulers
         self._model = model
         self._operators = operators
-        self._finishing = Finishing()
+        self._finishing = BackgroundTasks()
 
     async def load(self, name: str, directory: str, peer: str) -> LoadedAdapter:
         """Have every scheduler load an adapter; from then on requests may name it.
@@ -49,7 +49,7 @@ class Adapters:
                 "name", f"is {name!r}, which is what requests call the model"
             )
         schedulers = self._schedulers.all_questions()
-        return await self._finishing.finish(self._load(schedulers, name, directory))
+        return await self._finishing.run(self._load(schedulers, name, directory))
 
     async def unload(self, name: str, peer: str, digest: bytes = b"") -> None:
         """Have every scheduler unload an adapter; returns when no request has it any more.
@@ -59,7 +59,7 @@ class Adapters:
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("told to unload an adapter", name=name, peer=peer)
         schedulers = self._schedulers.all_questions()
-        ends = await self._finishing.finish(
+        ends = await self._finishing.run(
             _ask(schedulers, lambda each: each.unload_adapter(name, digest))
         )
         errors = [end for end in ends if isinstance(end, QuireError)]

@@ -12,7 +12,7 @@ from router.domain import LoadProgress, UnloadedWorker
 from router.schedulers.loading import SchedulerLoading
 from router.schedulers.pool import Schedulers
 from rpc.security.operators import Operators
-from rpc.tasks.merging import merged
+from rpc.tasks import merged
 
 log: Final = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from router.operations.loading_wire import progress_from_proto, unloaded_from_pr
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 from rpc.status import calling
-from rpc.tasks.answers import answers
+from rpc.tasks import responses
 
 
 class SchedulerLoading:
@@ -35,6 +35,6 @@ class SchedulerLoading:
         request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            async with aclosing(answers(stub.Load(request))) as loading:
+            async with aclosing(responses(stub.Load(request))) as loading:
                 async for told in loading:
                     yield progress_from_proto(told)

@@ -28,9 +28,8 @@ from router.schedulers.placement import Placement
 from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import StartResumed
 from router.text.served_tokenizer import Tokenizers
-from rpc.health.state import Health
-from rpc.peers.discovery import Discovery
-from rpc.peers.members import keep_members
+from rpc.health import Health
+from rpc.peers.discovery import Discovery, keep_members
 
 _RETURN_S = 2.0
 """How long a scheduler that is lost may take to return before others do its work again."""

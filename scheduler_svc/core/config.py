@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.cache.eviction import Eviction
-from scheduler_svc.core.pressure import MemoryLevel
 
 
 class PreemptionMode(StrEnum):

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 from scheduler_svc.core.policies.accounts import RowAccounts
 from scheduler_svc.core.sequence import Sequence
 
@@ -40,6 +40,11 @@ class Rows:
         """Rows that `occupy` can give to anyone."""
         return len(self._free) - self.num_reserved
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The free rows, reserved ones included."""
+        return tuple(self._free)
+
     def occupy(self, seq: Sequence) -> int:
         """Give a free row to `seq`, which brings its known tokens; return it."""
         row = self._free.pop()
@@ -48,7 +53,7 @@ class Rows:
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
         self._alive[row] = seq.group is None  # which token a beam gets its search decides
-        self.accounts.open(row, seq.place.account)
+        self.accounts.open(row, seq.rank.account)
         return row
 
     def set_tokens(self, row: int, token_ids: Int32Array) -> None:

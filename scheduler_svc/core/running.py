@@ -1,33 +1,27 @@
 """The sequences that run: their rows, their block tables, and what is due for them when."""
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import extend_chain, tail_hash
+from contract.step import NewSequence, Plan, StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.publisher import Publisher
+from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.decodes import Decodes, SteadyDecodes
-from scheduler_svc.core.handover.holdings import identity, swap_root
+from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
+from scheduler_svc.core.events import Preempted, Started
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
-from scheduler_svc.core.plan import (
-    Int32Array,
-    NewSequence,
-    Preempted,
-    Started,
-    StepId,
-    StepPlan,
-)
-from scheduler_svc.core.plan_builder import PlanDraft
-from scheduler_svc.core.policies.policy import Rank
-from scheduler_svc.core.prefix import FoundKv
+from scheduler_svc.core.plan import PlanBuilder
+from scheduler_svc.core.policies.policy import Policy
+from scheduler_svc.core.prefix import FoundKv, Publisher
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.speculative.drafted_decodes import DraftedDecodes
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
 
@@ -38,11 +32,14 @@ class RunningSet:
     def __init__(
         self,
         config: SchedulerConfig,
+        *,
         pool: BlockPool[DeviceBlockId],
         tier: HostTier,
         rows: Rows,
         steps: StepsInFlight,
         labels: NewLabels,
+        budget: TokenBudget,
+        policy: Policy,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -50,6 +47,8 @@ class RunningSet:
         self._rows = rows
         self._steps = steps
         self._labels = labels
+        self._budget = budget
+        self._policy = policy
         self._publisher = Publisher(config, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
@@ -88,6 +87,11 @@ class RunningSet:
         return tuple(self._prefilling)
 
     @property
+    def loading(self) -> tuple[Sequence, ...]:
+        """Sequences with `loading_block_ids`."""
+        return tuple(self._loading.values())
+
+    @property
     def must_send(self) -> bool:
         """Whether a plan must go out, even if it computes nothing.
 
@@ -99,10 +103,6 @@ class RunningSet:
     def num_blocks_due(self, step: StepId) -> int:
         """Return how many blocks the decoding sequences need at `step`."""
         return self._decodes.num_due(step)
-
-    def last(self, rank: Callable[[Sequence], Rank]) -> Sequence:
-        """Return the running sequence of the greatest rank."""
-        return max(self._seqs.values(), key=rank)
 
     def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
         """Give a sequence a row and a block table, and put it among those with tokens to compute.
@@ -172,8 +172,8 @@ class RunningSet:
         """Whether a sequence may compute in the step being planned: what it needs came before."""
         return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
-    def compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> bool:
-        """Compute as many of its known tokens as the step has room for, at most `max_tokens`.
+    def compute_chunk(self, seq: Sequence, draft: PlanBuilder) -> bool:
+        """Compute as many of its known tokens as the budget grants; its account is charged.
 
         It may be called several times for one step.
 
@@ -183,25 +183,28 @@ class RunningSet:
         assert seq.row is not None
         if not seq.announced:
             self._announce(seq, draft)
-        num_known = len(seq.token_ids)
-        chunk = min(seq.num_tokens_left, draft.room_for(seq), max_tokens)
-        if (most := self._config.max_prefill_chunk) is not None:
-            chunk = min(chunk, most - draft.chunk_lens.get(seq.row, 0))
-        if chunk == 0:
+        num_granted = self._budget.grant(seq, draft.chunk_lens.get(seq.row, 0))
+        if num_granted == 0:
             return False
-        draft.add_chunk(seq, chunk)
-        seq.num_computed_tokens += chunk
-        # Found from now on: whoever finds it computes in this step or a later one, and in each
-        # layer a step stores all its KV before it reads any.
+        draft.add_chunk(seq.row, num_granted)
+        num_charged = max(seq.num_computed_tokens, seq.num_charged_tokens)
+        seq.num_computed_tokens += num_granted
+        if self._policy.has_accounts:
+            num_new = min(seq.num_computed_tokens, seq.num_prompt_tokens) - num_charged
+            if num_new > 0:
+                seq.num_charged_tokens = num_charged + num_new
+                self._policy.charge(seq.rank.account, num_new, 0)
+        # Findable from now on: a sequence that finds it computes in this step or a later one, and
+        # in each layer a step stores all its KV before it reads any.
         self._publisher.publish(seq, seq.num_computed_tokens)
-        if seq.num_computed_tokens < num_known:
+        if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
         seq.move(SeqStatus.DECODE)
         self._decodes.start(seq, draft.step_id)
         return True
 
-    def grow_tables(self, draft: PlanDraft) -> None:
+    def grow_tables(self, draft: PlanBuilder) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(draft.step_id)
@@ -223,14 +226,14 @@ class RunningSet:
         They may be steps that swap in, in which what is evicted is lost, and with it all that
         continues it; now it is demoted.
         """
-        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_blank
+        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
         if num_lacking <= 0:
             return
         num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
         if num_evicted:
-            self._pool.drop(self._pool.allocate(self._pool.num_blank + num_evicted))
+            self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
-    def send(self, draft: PlanDraft) -> StepPlan:
+    def send(self, draft: PlanBuilder) -> Plan:
         """Complete a plan and note that it goes out."""
         self._tier.send(draft)
         self._steps.send(draft.step_id)
@@ -302,8 +305,10 @@ class RunningSet:
             self._steps.hold(held, seq.row)
         seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
 
-    def note_preempted(self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int) -> None:
-        """Let the next plan tell that a sequence was stopped, to start again, if it is traced."""
+    def trace_preempted(
+        self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int
+    ) -> None:
+        """Have the next plan say that a sequence was preempted, if it is traced."""
         if seq.traceparent:
             source = seq.request.source
             told = Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
@@ -342,7 +347,7 @@ class RunningSet:
             self._tier.pool.drop(seq.host_block_ids)
             seq.host_block_ids = ()
 
-    def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
+    def _announce(self, seq: Sequence, draft: PlanBuilder) -> None:
         """Tell the worker all about a sequence."""
         assert seq.row is not None
         seq.announced = True

@@ -7,9 +7,9 @@ references pass to the last of those steps, and are dropped when that step is ac
 from collections import deque
 from collections.abc import Sequence
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.rows import Rows
 
 

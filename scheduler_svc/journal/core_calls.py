@@ -6,11 +6,12 @@ from zlib import crc32
 
 import numpy as np
 
+from contract.arrays import Int32Array
+from contract.info import MemoryLevel
+from contract.state import Holdings
+from contract.step import NewSequence, Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import Holdings
 from scheduler_svc.core.handover.moved_request import ExportId, ImportId, MovedRequest
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 
@@ -96,7 +97,7 @@ class Schedule:
 class Update:
     """`core.update(outcome)`."""
 
-    outcome: StepOutcome
+    outcome: Result
     now: float | None = None
     """When; None: nobody has noted it."""
 
@@ -165,7 +166,7 @@ class RecordedSequence:
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """A `StepPlan` that can be compared, field by field under the same names."""
+    """A `Plan` that can be compared, field by field under the same names."""
 
     step_id: int
     released_rows: tuple[int, ...]
@@ -208,7 +209,7 @@ class End:
     reason: str
 
 
-def keep_plan(plan: StepPlan) -> RecordedPlan:
+def keep_plan(plan: Plan) -> RecordedPlan:
     """Make what a recording keeps of a plan."""
     arrays = {
         field.name: _tuple(value)

@@ -22,12 +22,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
 
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
-from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
+from scheduler_svc.core.events import Finished, StepEvents
+from scheduler_svc.core.pacing import least_tokens
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.core_calls import (
     Cancel,
     CancelSource,
@@ -45,8 +47,7 @@ from scheduler_svc.journal.core_calls import (
 from scheduler_svc.journal.frames import RecordingError
 from scheduler_svc.journal.recording_wire import read_recording
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
-from scheduler_svc.pacing.pacer import least_tokens
-from scheduler_svc.pacing.step_times import StepTimes, StepTimeSamples
+from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
 """Ends that come again by themselves."""
@@ -95,7 +96,7 @@ class Run:
             name = SeqName(request.source, request.first_seq_key + index)
             self.sequences[name] = SequenceHistory(request.request_id, index, now, known)
 
-    def hear(self, news: News, now: float) -> None:
+    def hear(self, news: StepEvents, now: float) -> None:
         """Note what the sources hear of a step."""
         arrays = (news.sources, news.seq_keys, news.token_ids)
         for source, key, token_id in zip(*(each.tolist() for each in arrays), strict=True):
@@ -113,7 +114,7 @@ class Run:
             seq = self.sequences[SeqName(item.source, item.seq_key)]
             seq.finished_s, seq.reason = now - seq.arrived, item.reason
 
-    def count(self, core: Replica) -> None:
+    def count(self, core: Scheduler) -> None:
         """Take the counters of the core, at the end."""
         load = core.load()
         self.num_steps = load.num_steps
@@ -169,7 +170,7 @@ class _Recording:
     """Follows a recording with a core like the recorded one, to learn what became of whom."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.core = Replica(config)
+        self.core = Scheduler(config)
         self.run = Run()
         self.step_times = StepTimeSamples()
         self.requests: list[tuple[float, Request]] = []
@@ -256,13 +257,13 @@ class _Simulation:
     def __init__(
         self, config: SchedulerConfig, recording: _Recording, step_times: StepTimes
     ) -> None:
-        self._core = _NamedReplica(config)
+        self._core = Scheduler(config)
         self._recording = recording
         self._step_times = step_times
         self._worker = SimulatedWorker(self._draw)
         self._names: dict[int, SeqName] = {}  # by sequence, as this core numbers them
         self._run = Run()
-        self._in_flight: deque[tuple[float, StepOutcome]] = deque()
+        self._in_flight: deque[tuple[float, Result]] = deque()
         self._free_at = 0.0
         self._unasked = {
             name: history
@@ -335,11 +336,12 @@ class _Simulation:
             return None
         return max(in_time, least_tokens(read_prompts(self._core), self._core.config))
 
-    def _remember_names(self, plan: StepPlan) -> None:
+    def _remember_names(self, plan: Plan) -> None:
         for new in plan.new_sequences:
-            self._names[new.seq_id] = self._core.name_of(new.row)
+            if (owner := self._core.owner(new.row)) is not None:
+                self._names[new.seq_id] = SeqName(*owner)
 
-    def _hear(self, news: News, now: float) -> None:
+    def _hear(self, news: StepEvents, now: float) -> None:
         self._run.hear(news, now)
         spoken = zip(news.sources.tolist(), news.seq_keys.tolist(), strict=True)
         for name in {SeqName(*pair) for pair in spoken} & self._unasked.keys():
@@ -354,13 +356,3 @@ class _Simulation:
             return Draw(0)
         is_last = history.reason is FinishReason.STOP and index == len(said) - 1
         return Draw(said[index], is_last)
-
-
-class _NamedReplica(Replica):
-    """A core that tells whose row a row is."""
-
-    def name_of(self, row: int) -> SeqName:
-        """Return the name of the sequence that has just got a row."""
-        owner = self._rows.owner(row)
-        assert owner is not None
-        return SeqName(owner.request.source, owner.seq_key)

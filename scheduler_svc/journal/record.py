@@ -18,8 +18,11 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 import structlog
 
+from contract.info import MemoryLevel, WorkerInfo
+from contract.state import Holdings
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import Holdings
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -27,11 +30,8 @@ from scheduler_svc.core.handover.moved_request import (
     ImportId,
     MovedRequest,
 )
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import Finished, News, StepOutcome, StepPlan
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.core_calls import (
     BeginExport,
     BeginImport,
@@ -66,13 +66,13 @@ _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 
-class RecordingScheduler(Successor):
+class RecordingScheduler(Scheduler):
     """A core whose calls are told to `record`, with what they gave or raised."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        record: Callable[[Call, StepPlan | None, str], None],
+        record: Callable[[Call, Plan | None, str], None],
         clock: Callable[[], float],
     ) -> None:
         """`clock` gives the time of calls that are given none: that of the `now` of the others."""
@@ -85,7 +85,7 @@ class RecordingScheduler(Successor):
         self._recorded(Submit(request, now), super().submit, request, now)
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """See `Successor`."""
+        """See `Scheduler`."""
         self._recorded(Inherit(holdings, now), super().inherit, holdings, now)
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
@@ -110,7 +110,7 @@ class RecordingScheduler(Successor):
         self._recorded(Resize(num_blocks), super().resize, num_blocks)
 
     def set_memory_level(self, level: MemoryLevel) -> None:
-        """See `PressedScheduler`."""
+        """See `Scheduler`."""
         self._recorded(SetMemoryLevel(level), super().set_memory_level, level)
 
     def schedule(
@@ -118,32 +118,32 @@ class RecordingScheduler(Successor):
         now: float,
         max_paced_tokens: int | None = None,
         max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
+    ) -> Plan | None:
         """See `Scheduler`."""
         call = Schedule(now, max_paced_tokens, max_prompt_tokens)
         bounds = (max_paced_tokens, max_prompt_tokens)
         return self._recorded(call, super().schedule, now, *bounds)
 
-    def update(self, outcome: StepOutcome) -> News:
+    def update(self, outcome: Result) -> StepEvents:
         """See `Scheduler`."""
         return self._recorded(Update(outcome, self._clock()), super().update, outcome)
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
-        """See `Replica`."""
+        """See `Scheduler`."""
         call = BeginExport(source, first_seq_key)
         return self._recorded(call, super().begin_export, source, first_seq_key)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """See `Successor`."""
+        """See `Scheduler`."""
         call = EndExport(export_id, leaves)
         return self._recorded(call, super().end_export, export_id, leaves=leaves)
 
     def begin_import(self, moved: MovedRequest) -> Import:
-        """See `Successor`."""
+        """See `Scheduler`."""
         return self._recorded(BeginImport(moved), super().begin_import, moved)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
-        """See `Successor`."""
+        """See `Scheduler`."""
         indices = tuple(output_indices)
         self._recorded(EndImport(import_id, indices), super().end_import, import_id, indices)
 
@@ -159,7 +159,7 @@ class RecordingScheduler(Successor):
         except Exception as error:
             self._record(call, None, type(error).__name__)
             raise
-        self._record(call, answer if isinstance(answer, StepPlan) else None, "")
+        self._record(call, answer if isinstance(answer, Plan) else None, "")
         return answer
 
 
@@ -201,11 +201,11 @@ class Recordings:
         info: WorkerInfo,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
-    ) -> Iterator[Successor]:
+    ) -> Iterator[Scheduler]:
         """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
         recording = self._begin(info, config)
         if recording is None:
-            yield Successor(config)
+            yield Scheduler(config)
             return
         reason = "the worker is lost"
         try:
@@ -256,10 +256,10 @@ class _Recording:
         self._file = file
         self._is_over = False
         """Whether there is, or will be, an end in the file: nothing may follow it."""
-        self._gathered: deque[tuple[Call, StepPlan | None, str] | End] = deque()
+        self._gathered: deque[tuple[Call, Plan | None, str] | End] = deque()
         self._begin = MAGIC + to_frame(origin_to_payload(origin))
 
-    def add(self, call: Call, plan: StepPlan | None, raised: str) -> None:
+    def add(self, call: Call, plan: Plan | None, raised: str) -> None:
         """Have a call written, soon."""
         if self._is_over:
             return

@@ -8,13 +8,15 @@ from typing import Any, BinaryIO, Final, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from contract.codec.info import memory_level_from_proto, memory_level_to_proto
+from contract.codec.state import holdings_from_proto, holdings_to_proto
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from contract.step import NewSequence, Plan, Result, StepId
 from quire.v1 import recording_pb2
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.journal.core_calls import (
     BeginExport,
@@ -41,8 +43,6 @@ from scheduler_svc.journal.core_calls import (
 )
 from scheduler_svc.journal.frames import CutOff, RecordingError, read_frames
 from scheduler_svc.journal.moves_wire import move_from_proto, move_to_proto
-from scheduler_svc.wire.holdings import holdings_from_proto, holdings_to_proto
-from scheduler_svc.wire.memory_level import memory_level_from_proto, memory_level_to_proto
 
 FORMAT_VERSION: Final = 1
 """Raised with every change that an older reader would misread."""
@@ -54,9 +54,9 @@ def _bytes_fields(message: type[Message]) -> tuple[str, ...]:
 
 
 _PLAN_ARRAYS: Final = _bytes_fields(recording_pb2.RecordedPlan)
-"""Arrays of int32, under the same names in a `StepPlan`."""
+"""Arrays of int32, under the same names in a `Plan`."""
 _OUTCOME_ARRAYS: Final = _bytes_fields(recording_pb2.RecordedUpdate)
-"""Likewise in a `StepOutcome`."""
+"""Likewise in a `Result`."""
 
 _M = TypeVar("_M", recording_pb2.RecordingHeader, recording_pb2.RecordingEntry)
 
@@ -75,7 +75,7 @@ def origin_to_payload(origin: CoreOrigin) -> bytes:
     ).SerializeToString()
 
 
-def call_to_payload(call: Call, plan: StepPlan | None, raised: str) -> bytes:
+def call_to_payload(call: Call, plan: Plan | None, raised: str) -> bytes:
     """Make the payload of a call; `plan` and `raised` as `Entry` has them."""
     entry = recording_pb2.RecordingEntry(raised=raised)
     match call:
@@ -124,7 +124,7 @@ def end_to_payload(end: End) -> bytes:
     return message.SerializeToString()
 
 
-def _plan_to_proto(plan: StepPlan) -> recording_pb2.RecordedPlan:
+def _plan_to_proto(plan: Plan) -> recording_pb2.RecordedPlan:
     return recording_pb2.RecordedPlan(
         step_id=plan.step_id,
         new_sequences=map(_new_sequence_to_proto, plan.new_sequences),
@@ -288,12 +288,12 @@ def _plan_from_proto(message: recording_pb2.RecordedPlan) -> RecordedPlan:
     )
 
 
-def _outcome_from_proto(message: recording_pb2.RecordedUpdate) -> StepOutcome:
-    arrays = {
+def _outcome_from_proto(message: recording_pb2.RecordedUpdate) -> Result:
+    arrays: dict[str, Any] = {
         name: unpack_int32(getattr(message, name), f"update.{name}") for name in _OUTCOME_ARRAYS
     }
     logprobs = arrays.pop("candidate_logprobs").view(np.float32)
-    return StepOutcome(step_id=StepId(message.step_id), candidate_logprobs=logprobs, **arrays)
+    return Result(step_id=StepId(message.step_id), candidate_logprobs=logprobs, **arrays)
 
 
 def _request_from_proto(message: recording_pb2.RecordedSubmit) -> Request:

@@ -1,14 +1,15 @@
 """Feeds a recording to a new core and checks that it plans the same; watches who is preempted."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import BinaryIO
 
-from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import Finished, News, StepId, StepPlan
+from contract.step import Plan, StepId
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.journal.core_calls import (
     BeginExport,
@@ -148,7 +149,8 @@ class _Replayer:
     def __init__(self, origin: CoreOrigin, keep_step: int | None) -> None:
         self.result = Replay(origin)
         self._keep_step = keep_step
-        self._core = _WatchedScheduler(origin.config, self.result.preemptions)
+        self._core = Scheduler(origin.config)
+        _PreemptionWatch(self._core, self.result.preemptions)
         self._waiting: dict[int, Preemption] = {}  # preempted, not resumed yet, by sequence
         self._num_seen = 0  # preemptions
 
@@ -165,7 +167,7 @@ class _Replayer:
         self.result.load = self._core.load()
 
     def _compare(self, entry: Entry) -> Difference | None:
-        plan: StepPlan | None = None
+        plan: Plan | None = None
         error: Exception | None = None
         try:
             plan = self._call(entry.call)
@@ -187,7 +189,7 @@ class _Replayer:
             error=error,
         )
 
-    def _call(self, call: Call) -> StepPlan | None:
+    def _call(self, call: Call) -> Plan | None:
         match call:
             case Inherit(holdings, now):
                 self._core.inherit(holdings, now)
@@ -248,7 +250,7 @@ class _Replayer:
                 resumed.resumed_step_id = plan.step_id
                 resumed.num_recomputed_tokens = new.num_tokens - new.num_computed_tokens
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: StepEvents) -> None:
         self.result.num_sampled_tokens += len(news.token_ids)
         self.result.queue_times_s += [admitted.queue_s for admitted in news.admitted]
         self._hear_finished(news.finished)
@@ -257,19 +259,24 @@ class _Replayer:
         self.result.finish_reasons.update(item.reason for item in finished)
 
 
-class _WatchedScheduler(Successor):
-    """A core that notes what the moment was like when it preempted."""
+class _PreemptionWatch:
+    """Notes what the moment was like when a core preempted."""
 
-    def __init__(self, config: SchedulerConfig, preemptions: list[Preemption]) -> None:
-        super().__init__(config)
+    def __init__(self, core: Scheduler, preemptions: list[Preemption]) -> None:
+        self._core = core
         self._preemptions = preemptions
+        core.preemption.observer = self._note
 
-    def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
+    def _note(self, seq: Sequence, can_swap: bool) -> Callable[[], None]:
+        """Note the moment before; what is returned notes what came of it."""
+        core = self._core
         assert seq.row is not None
-        step = StepId(self._steps.last + 1)
-        num_free = self._pool.num_free
-        running = [other for other in self._live if other.row is not None]
+        step = StepId(core.steps.last + 1)
+        num_available = core.pool.num_available
+        has_too_many = core.preemption.has_too_many
+        running = [other for other in core.live if other.row is not None]
         leader, own = (seq, [seq]) if seq.group is None else (seq.group.leader, seq.group.places)
+        own = list(own)
         later = [other for other in running if other.seq_id > seq.seq_id and other not in own]
         preemption = Preemption(
             step_id=step,
@@ -280,21 +287,24 @@ class _WatchedScheduler(Successor):
             arrived=seq.arrived,
             num_running=len(running),
             num_later=len(later),
-            num_blocks_due=self._running.num_blocks_due(step) + self._beams.num_blocks_due,
-            num_free_blocks=num_free,
-            num_held_blocks=len(set(self._steps.held_blocks)),
+            num_blocks_due=core.preemption.num_blocks_due(step),
+            num_free_blocks=num_available,
+            num_held_blocks=len(set(core.steps.held_blocks)),
             num_own_blocks=len({block for each in own for block in each.block_ids})
             + (seq.copy_from is not None),
             num_freed_blocks=0,
-            num_known_tokens=self._rows.num_tokens(seq.row),
-            has_failed_swap_in=not can_swap and not self.has_too_many,
-            is_for_memory=self.has_too_many,
+            num_known_tokens=core.rows.num_tokens(seq.row),
+            has_failed_swap_in=not can_swap and not has_too_many,
+            is_for_memory=has_too_many,
             num_host_blocks=0,
         )
-        super()._preempt(seq, can_swap=can_swap, must_swap=must_swap)
-        preemption.num_host_blocks = len(seq.host_block_ids)
-        preemption.num_freed_blocks = self._pool.num_free - num_free
-        self._preemptions.append(preemption)
+
+        def done() -> None:
+            preemption.num_host_blocks = len(seq.host_block_ids)
+            preemption.num_freed_blocks = core.pool.num_available - num_available
+            self._preemptions.append(preemption)
+
+        return done
 
 
 def _differences(

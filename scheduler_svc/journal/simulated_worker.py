@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan, ints
+from contract.arrays import ints
+from contract.step import NewSequence, Plan, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class SimulatedWorker:
         self.num_context_tokens = 0
         """Tokens whose KV the rows of the last step read."""
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: Plan) -> Result:
         """Answer a plan; plans come in order, and each once."""
         for row in plan.released_rows.tolist():
             del self._rows[row]
@@ -68,7 +69,7 @@ class SimulatedWorker:
         self.num_context_tokens = sum(rows[r].num_computed for r in active)
         return self._sample(plan, sampling)
 
-    def _sample(self, plan: StepPlan, sampling: list[int]) -> StepOutcome:
+    def _sample(self, plan: Plan, sampling: list[int]) -> Result:
         for row in self._rows.values():
             if row.has_stopped and row.decodes:
                 row.num_tokens += 1
@@ -81,7 +82,7 @@ class SimulatedWorker:
             token_ids.append(draw.token_id)
             if draw.is_last:
                 stopped.append(r)
-        return StepOutcome(
+        return Result(
             step_id=plan.step_id,
             sampled_rows=ints(sampling),
             sampled_token_ids=ints(token_ids),

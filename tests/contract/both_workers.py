@@ -8,8 +8,8 @@ from pathlib import Path
 
 from worker_calls import LIMITS, MAX_BLOCKS
 
+from contract.info import WorkerInfo
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
 from tests.served_worker import served
 
 INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32", max_num_blocks=MAX_BLOCKS)
@@ -28,8 +28,8 @@ async def real_steps():
 
     from gpu_worker.kv.disk_pool import DiskPool  # noqa: PLC0415
     from gpu_worker.kv.host_pool import HostPool  # noqa: PLC0415
+    from gpu_worker.loop import StepLoop  # noqa: PLC0415
     from gpu_worker.step.executor import Executor  # noqa: PLC0415
-    from gpu_worker.step.loop import StepLoop  # noqa: PLC0415
 
     pool = FakePool(LIMITS.num_blocks, LIMITS.block_size, MAX_BLOCKS)
     blocks = pool.slots.view(MAX_BLOCKS, -1).view(uint8)

@@ -10,8 +10,7 @@ from google.protobuf import message_factory
 
 import router.grpc.adapters
 import router.grpc.loading
-import scheduler_svc.operations.adapter_service
-import scheduler_svc.operations.loading_service
+import scheduler_svc.operations.services
 from quire.v1 import adapters_pb2, loading_pb2
 from rpc.grpc_server import make_grpc_server
 from rpc.peers.channel import open_channel
@@ -31,8 +30,8 @@ SERVICES = {
         router.grpc.loading.loading_service(None),
     ),
     "scheduler": (
-        scheduler_svc.operations.adapter_service.adapter_service(None),
-        scheduler_svc.operations.loading_service.loading_service(None),
+        scheduler_svc.operations.services.adapter_service(None),
+        scheduler_svc.operations.services.loading_service(None),
     ),
 }
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quire.client.kv_types import KvBlockState, KvTier, SequenceStatus
+from contract.packing import unpack_int32
+from quire.v1 import kv_pb2
 from tests.e2e.child import eventually
 from tests.e2e.generation import generate_request, read
 from tests.e2e.two_workers import Stream, TwoWorkers
@@ -102,16 +103,17 @@ def test_two_requests_with_one_prefix_share_its_blocks(fleet):
     kv = fleet.kv(worker, block_tables=True, ref_counts=True)
     twins = {seq.request_id: seq for seq in kv.sequences}
     first, second = twins["twin-0"], twins["twin-1"]
-    assert first.status is second.status is SequenceStatus.DECODE
+    assert first.status == second.status == kv_pb2.SEQUENCE_STATUS_DECODE
     num_shared = len(PROMPT) // 16
     assert second.num_cached_tokens == num_shared * 16
     assert first.num_shared_blocks == second.num_shared_blocks >= num_shared
-    shared = first.device_block_ids[:num_shared]
-    assert second.device_block_ids[:num_shared] == shared
+    shared = unpack_int32(first.device_block_ids, "ids")[:num_shared].tolist()
+    assert unpack_int32(second.device_block_ids, "ids")[:num_shared].tolist() == shared
     device, host = kv.tiers
-    assert (device.tier, host.tier) == (KvTier.DEVICE, KvTier.HOST)
-    assert {device.states[block] for block in shared} == {KvBlockState.SHARED}
-    assert {device.ref_counts[block] for block in shared} == {2}
+    assert (device.tier, host.tier) == (kv_pb2.KV_TIER_DEVICE, kv_pb2.KV_TIER_HOST)
+    assert {device.states[block] for block in shared} == {kv_pb2.KV_BLOCK_STATE_SHARED}
+    ref_counts = unpack_int32(device.ref_counts, "ref_counts")
+    assert {ref_counts[block] for block in shared} == {2}
     assert len(device.states) == device.num_blocks == 256
     assert device.num_shared >= num_shared
     for stream in streams:
@@ -131,7 +133,7 @@ def test_source_that_dies_during_a_move_loses_nothing(
 
         def is_moving() -> bool | None:
             statuses = {seq.status for seq in service.kv(source).sequences}
-            return statuses == {SequenceStatus.MIGRATING} or None
+            return statuses == {kv_pb2.SEQUENCE_STATUS_MIGRATING} or None
 
         service.child(source).signal(signal.SIGSTOP)  # its swap-out is never answered
         with ThreadPoolExecutor(1) as threads:

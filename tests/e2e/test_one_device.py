@@ -12,8 +12,8 @@ import pytest
 
 from gpu_worker.app import run_worker
 from gpu_worker.kv.layout import block_bytes
-from gpu_worker.loading.source import open_model
-from gpu_worker.memory import pool as pool_memory
+from gpu_worker.loading import kv_memory
+from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from quire.v1 import scheduler_pb2
 from tests.unit.gpu_worker.fake_cuda_driver import GRANULARITY, Budget, FakeCudaDriver, HostChunks
@@ -88,11 +88,11 @@ async def outputs(router, keys):
 async def test_blocks_go_from_idle_models_to_a_busy_one(model_dirs, run_dir, monkeypatch):
     directory, folder = model_dirs.get("llama"), run_dir()
     folder.mkdir()
-    size = block_bytes(open_model(directory).config, BLOCK_SIZE, pool_memory.torch.float32)
+    size = block_bytes(open_model(directory).config, BLOCK_SIZE, kv_memory.torch.float32)
     pool_bytes = -(-NUM_BLOCKS * size // (2 * GRANULARITY)) * 2 * GRANULARITY
     budget = Budget(len(NAMES) * pool_bytes)
     monkeypatch.setattr(
-        pool_memory, "_reserve", lambda _, most: HostChunks(FakeCudaDriver(budget), most)
+        kv_memory, "_reserve", lambda _, most: HostChunks(FakeCudaDriver(budget), most)
     )
     async with contextlib.AsyncExitStack() as stack:
         busy, idle, third = [

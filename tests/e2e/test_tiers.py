@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.kv.layout import block_bytes
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.generation import generate_request, read_aio
 from tests.e2e.service import Service

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from gpu_worker.__main__ import main
-from gpu_worker.memory import sizing as memory
+from gpu_worker.memory import available as memory
 from gpu_worker.memory import watch as device_memory
 
 if __name__ == "__main__":

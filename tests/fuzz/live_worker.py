@@ -9,12 +9,12 @@ import grpc.aio
 import torch
 from hypothesis import strategies as st
 
+from contract.info import WorkerInfo
+from contract.limits import Limits
 from contract.packing import unpack_int32
+from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.loop import StepLoop
-from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor

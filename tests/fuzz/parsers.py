@@ -15,13 +15,19 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from contract.arrays import ints
+from contract.codec.info import worker_info_from_proto
+from contract.codec.state import check_holdings, holdings_from_proto
+from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
+from contract.info import MemoryLevel, ModelInfo
+from contract.limits import Limits
+from contract.step import Plan, Result
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
+    plan_of,
 )
-from gpu_worker.step.messages import Limits
 from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
 from router.domain import ModelInfo as RouterModelInfo
@@ -42,11 +48,8 @@ from router.text.grammar import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
-from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.core_calls import (
     Cancel,
     CoreOrigin,
@@ -66,11 +69,8 @@ from scheduler_svc.journal.recording_wire import (
     origin_to_payload,
     read_recording,
 )
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
-from scheduler_svc.wire.kv import query_from_proto
+from scheduler_svc.wire.reports import kv_query_from_proto
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.worker import result_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples
 from tests.fuzz.json_bodies import bodies
 from tests.fuzz.messages import wire
@@ -248,14 +248,14 @@ _CORE = SchedulerConfig(
 def _submit(message: scheduler_pb2.Submit) -> None:
     """Parse a request, and have it planned."""
     request = request_from_proto(message, SourceId(0), MODEL, 1.0)
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     with contextlib.suppress(RequestRefusedError):
         core.submit(request, 1.0)
         core.schedule(1.0)
 
 
 def _recording_payloads() -> list[bytes]:
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     request = Request(
         source=SourceId(0),
         first_seq_key=SeqKey(1),
@@ -268,8 +268,8 @@ def _recording_payloads() -> list[bytes]:
     )
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
-    assert isinstance(plan, StepPlan)
-    outcome = StepOutcome(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
+    assert isinstance(plan, Plan)
+    outcome = Result(plan.step_id, ints([0]), ints([7]))
     return [
         origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
         call_to_payload(Submit(request, 1.0), None, ""),
@@ -332,7 +332,7 @@ TARGETS = (
         _opened(_keys_file, ApiKeysError),
     ),
     _of_messages("submit", _submit, *examples.SUBMITS),
-    _of_messages("kv-query", query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
+    _of_messages("kv-query", kv_query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
     _of_messages("worker-info", worker_info_from_proto, *examples.WORKER_INFOS),
     _of_messages(
         "step-result", lambda message: result_from_proto(message, 0, 4), *examples.STEP_RESULTS
@@ -341,7 +341,7 @@ TARGETS = (
     Target("recording", st.tuples(_recordings()), _opened(_recording, RecordingError)),
     _of_messages(
         "step-batch",
-        lambda message: step_input_from_proto(message, LIMITS),
+        lambda message: plan_of(message, LIMITS),
         *examples.STEP_BATCHES,
     ),
     _of_messages(

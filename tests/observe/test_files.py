@@ -69,7 +69,7 @@ def test_every_span_is_explained():
         "router/request/admission.py",
         "router/request/inference.py",
         "scheduler_svc/observers/spans.py",
-        "gpu_worker/service/spans.py",
+        "gpu_worker/step/spans.py",
     )
     found = {name for path in sources for name in recorded.findall((ROOT / path).read_text())}
     assert found >= {"request", "tokenize", "queue", "step", "prefill", "prefill_chunk", "decode"}

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason
 
 VOCABULARY = (0, 1)

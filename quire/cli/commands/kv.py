@@ -2,29 +2,35 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from contract.packing import unpack_int32
 from quire.cli.settings import KvSettings
 from quire.cli.target import connection_errors, find_target, open_client
-from quire.client.kv_types import KvBlockState, SequenceKv, TierKv, WorkerKv
+from quire.v1 import kv_pb2
 from rpc.settings import parse_settings
 
-_STATE_TO_SIGN: Final = {
-    KvBlockState.BLANK: "·",
-    KvBlockState.CACHED: "c",
-    KvBlockState.PINNED: "p",
-    KvBlockState.HELD: "#",
-    KvBlockState.SHARED: "S",
-    KvBlockState.RETIRED: "x",
+_STATE_TO_SIGN: Final[dict[int, str]] = {
+    kv_pb2.KV_BLOCK_STATE_BLANK: "·",
+    kv_pb2.KV_BLOCK_STATE_CACHED: "c",
+    kv_pb2.KV_BLOCK_STATE_PINNED: "p",
+    kv_pb2.KV_BLOCK_STATE_HELD: "#",
+    kv_pb2.KV_BLOCK_STATE_SHARED: "S",
+    kv_pb2.KV_BLOCK_STATE_RETIRED: "x",
 }
+_PACKED: Final = frozenset({"ref_counts", "device_block_ids", "host_block_ids", "disk_block_ids"})
+"""Fields that hold packed int32."""
+_NEXT: Final = frozenset({"next_block", "next_seq_id"})
+"""Fields in which 0 means none."""
 _LEGEND: Final = "· blank   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
-"""Of one tier, on a terminal; the JSON has all."""
+"""For one tier on a terminal; the JSON shows all."""
 _NUMBER_WIDTH: Final = 9
 
 
@@ -50,11 +56,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def describe_tier(tier: TierKv) -> str:
-    """Say in a line what its blocks are."""
+def describe_tier(tier: kv_pb2.TierKv) -> str:
+    """Count its blocks by state, in one line."""
     retired = f", {tier.num_retired} retired" if tier.num_retired else ""
     return (
-        f"{tier.tier}: {tier.num_blocks} blocks: {tier.num_held} held, {tier.num_shared} shared, "
+        f"{enum_word(kv_pb2.KvTier.DESCRIPTOR, tier.tier)}: {tier.num_blocks} blocks:"
+        f" {tier.num_held} held, {tier.num_shared} shared, "
         f"{tier.num_cached} cached, {tier.num_pinned} pinned, {tier.num_blank} blank{retired}"
     )
 
@@ -62,13 +69,11 @@ def describe_tier(tier: TierKv) -> str:
 def map_lines(states: bytes, first_block: int, width: int) -> Iterator[str]:
     """Yield a line for each `width` blocks: the first one's number, and a sign for each."""
     for start in range(0, len(states), width):
-        signs = "".join(
-            _STATE_TO_SIGN[KvBlockState(state)] for state in states[start : start + width]
-        )
+        signs = "".join(_STATE_TO_SIGN.get(state, "?") for state in states[start : start + width])
         yield f"{first_block + start:>{_NUMBER_WIDTH - 1}} {signs}"
 
 
-def _show_worker(console: Console, worker: WorkerKv, first_block: int) -> None:
+def _show_worker(console: Console, worker: kv_pb2.WorkerKv, first_block: int) -> None:
     console.print(
         f"[bold]{escape(worker.worker)}[/bold]  blocks of {worker.block_size} tokens, "
         f"{worker.block_bytes} bytes;  {_LEGEND}",
@@ -80,12 +85,12 @@ def _show_worker(console: Console, worker: WorkerKv, first_block: int) -> None:
         lines = list(map_lines(tier.states, first_block, width))
         for line in lines[:_MAX_MAP_LINES]:
             console.print(line, markup=False, soft_wrap=True)
-        if len(lines) > _MAX_MAP_LINES or tier.next_block is not None:
+        if len(lines) > _MAX_MAP_LINES or tier.next_block:
             following = first_block + min(len(tier.states), _MAX_MAP_LINES * width)
             console.print(f"{'':{_NUMBER_WIDTH}}… --first-block {following} shows what follows")
     if worker.sequences:
         console.print(_sequence_table(worker.sequences))
-    if worker.next_seq_id is not None:
+    if worker.next_seq_id:
         console.print(
             f"{worker.num_sequences} sequences in all; --worker {escape(worker.worker)} "
             f"--first-seq-id {worker.next_seq_id} shows what follows",
@@ -93,7 +98,7 @@ def _show_worker(console: Console, worker: WorkerKv, first_block: int) -> None:
         )
 
 
-def _sequence_table(sequences: Sequence[SequenceKv]) -> Table:
+def _sequence_table(sequences: Sequence[kv_pb2.SequenceKv]) -> Table:
     right = {"justify": "right"}
     table = Table("seq", "request", "output", "status")
     for heading in ("tokens", "prompt", "computed", "cached", "device", "host", "disk", "shared"):
@@ -103,7 +108,7 @@ def _sequence_table(sequences: Sequence[SequenceKv]) -> Table:
             str(seq.seq_id),
             escape(seq.request_id),
             str(seq.output_index),
-            seq.status,
+            enum_word(kv_pb2.SequenceStatus.DESCRIPTOR, seq.status),
             *map(
                 str,
                 (
@@ -121,8 +126,26 @@ def _sequence_table(sequences: Sequence[SequenceKv]) -> Table:
     return table
 
 
-def _to_json(worker: WorkerKv) -> dict[str, Any]:
-    value = asdict(worker)
-    for tier in value["tiers"]:
-        tier["states"] = [KvBlockState(state).name.lower() for state in tier["states"]]
-    return value
+def enum_word(enum: EnumDescriptor, number: int) -> str:
+    """Name a value in one word: "device" for KV_TIER_DEVICE."""
+    name = enum.values_by_number.get(number)
+    return f"unknown ({number})" if name is None else name.name.rpartition("_")[2].lower()
+
+
+def _to_json(message: Message) -> dict[str, Any]:
+    return {
+        field.name: _field_to_json(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _field_to_json(field: Any, value: Any) -> Any:
+    if field.name == "states":
+        return [enum_word(kv_pb2.KvBlockState.DESCRIPTOR, state) for state in value]
+    if field.name in _PACKED:
+        return unpack_int32(value, field.name).tolist()
+    if field.message_type is not None:
+        return [_to_json(each) for each in value]
+    if field.enum_type is not None:
+        return enum_word(field.enum_type, value)
+    return (value or None) if field.name in _NEXT else value

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from contract.errors import PermissionDeniedError
 from quire.cli.up.service_dir import ServiceInfo
 from quire.client import Client
-from quire.client.activity_types import WorkerActivity
-from quire.client.kv_types import KvTier, SequenceKv, TierKv, WorkerKv
 from quire.client.types import Load
+from quire.v1.common_pb2 import WorkerActivity
+from quire.v1.kv_pb2 import KV_TIER_DEVICE, KvTier, SequenceKv, TierKv, WorkerKv
 
 _TIMEOUT_S: Final = 3.0
 _HTTP_TIMEOUT_S: Final = 1.0
@@ -29,7 +29,7 @@ class RouterFigures:
     code_to_num_refused: Mapping[str, int]
     """Requests refused, by gRPC status."""
     first_token_s: float
-    """Sum over the first tokens of requests; of how many is next."""
+    """Sum of the times to a first token; `num_first_tokens` are in it."""
     num_first_tokens: int
     between_tokens_s: float
     num_between_tokens: int
@@ -40,7 +40,7 @@ class Snapshot:
     """A service at one moment."""
 
     taken_at_s: float
-    """By a clock that only runs forward."""
+    """On the monotonic clock."""
     load: Load
     kv: tuple[WorkerKv, ...] = ()
     """Without the states of single blocks."""
@@ -53,21 +53,22 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one worker did between two snapshots, per second."""
+    """What one worker did per second between two snapshots."""
 
     steps: float
     prefill_tokens: float
     decode_tokens: float
     busy: float
-    """Share of the time in which it worked on a step; above 1 where steps overlap."""
+    """Share of the time spent on steps; above 1 if steps overlap."""
     preemptions: float
 
 
 @dataclass(frozen=True, slots=True)
 class TierSum:
-    """Blocks of one tier of all workers."""
+    """The blocks of one tier, of all workers together."""
 
-    tier: KvTier
+    tier: int
+    """A `KvTier`."""
     num_blocks: int
     num_shared: int
     num_held: int
@@ -78,7 +79,7 @@ class TierSum:
 
 
 def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: int) -> Snapshot:
-    """Ask the router, and if its `service` is known its metrics, too.
+    """Ask the router and, if its `service` is known, read its metrics.
 
     Raises:
         QuireError: The router does not answer, or refuses.
@@ -89,13 +90,13 @@ def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: in
     try:
         kv = client.describe_kv(max_sequences=max_sequences, max_blocks=0, timeout_s=_TIMEOUT_S)
         activity = client.describe_activity(timeout_s=_TIMEOUT_S)
-    except PermissionDeniedError as error:  # a tenant's key: the load is all that it may see
+    except PermissionDeniedError as error:  # a tenant's key may see the load only
         return Snapshot(now, load, router=router, note=str(error))
     return Snapshot(now, load, kv, activity, router)
 
 
 def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
-    """Return each worker's rates; without those that were attached meanwhile."""
+    """Return the rates of the workers that were attached at both snapshots."""
     took_s = after.taken_at_s - before.taken_at_s
     name_to_before = {it.worker: it for it in before.activity}
     rates = {}
@@ -114,10 +115,10 @@ def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
 
 
 def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
-    """Add up the tiers of all workers, the fastest first."""
+    """Add up the tiers of all workers, fastest tier first."""
 
-    def sum_of(tier: KvTier) -> TierSum:
-        tiers = [(worker, it) for worker in workers for it in worker.tiers if it.tier is tier]
+    def sum_of(tier: int) -> TierSum:
+        tiers = [(worker, it) for worker in workers for it in worker.tiers if it.tier == tier]
 
         def total(name: str) -> int:
             return sum(getattr(it, name) for _, it in tiers)
@@ -133,16 +134,16 @@ def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
             num_bytes=sum(it.num_blocks * worker.block_bytes for worker, it in tiers),
         )
 
-    return tuple(it for it in map(sum_of, KvTier) if it.num_blocks)
+    return tuple(it for it in map(sum_of, KvTier.values()) if it.num_blocks)
 
 
 def device_of(worker: WorkerKv) -> TierKv:
-    """Return a worker's device tier, which every worker has."""
-    return next(tier for tier in worker.tiers if tier.tier is KvTier.DEVICE)
+    """Return the device tier; every worker has one."""
+    return next(tier for tier in worker.tiers if tier.tier == KV_TIER_DEVICE)
 
 
 def largest_sequences(workers: Sequence[WorkerKv]) -> tuple[tuple[str, SequenceKv], ...]:
-    """Return the sequences with their worker, those that hold most blocks first."""
+    """Return (worker, sequence) pairs, those with the most blocks first."""
     pairs = [(worker.worker, seq) for worker in workers for seq in worker.sequences]
 
     def size(pair: tuple[str, SequenceKv]) -> tuple[int, int]:
@@ -172,7 +173,7 @@ def parse_metrics(text: str) -> RouterFigures:
 
 
 def _read_router(service: ServiceInfo) -> RouterFigures | None:
-    # A certificate is not looked at: nothing is told to who answers.
+    # The certificate is not checked: nothing secret is sent.
     tls = ssl._create_unverified_context() if service.has_tls else None  # noqa: S323, SLF001
     url = f"{'https' if service.has_tls else 'http'}://{service.http_address}/metrics"
     with contextlib.suppress(OSError, ValueError):

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.commands.kv import enum_word
 from quire.cli.top.figures import (
     Rates,
     RouterFigures,
@@ -20,9 +21,10 @@ from quire.cli.top.figures import (
     rates_between,
     sum_tiers,
 )
-from quire.client.activity_types import MemoryLevel, WorkerActivity
-from quire.client.kv_types import WorkerKv
 from quire.client.types import Load
+from quire.v1 import common_pb2
+from quire.v1.common_pb2 import WorkerActivity
+from quire.v1.kv_pb2 import KvTier, SequenceStatus, WorkerKv
 
 _BAR_WIDTH: Final = 48
 _MAX_WORKERS: Final = 16
@@ -34,6 +36,7 @@ _STATE_TO_STYLE: Final = {
     "cached": "green",
     "free": "bright_black",
 }
+_SHORT_OF_MEMORY: Final = (common_pb2.MEMORY_LEVEL_WARNING, common_pb2.MEMORY_LEVEL_CRITICAL)
 _FREE_SIGN, _SIGN = "░", "█"
 
 
@@ -122,7 +125,12 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
         words = [
             Text(f"{num:,} {state}", style=_STATE_TO_STYLE[state]) for state, num in counts.items()
         ]
-        grid.add_row(it.tier.value, bar(counts), *words, f"{it.num_bytes / 2**20:,.0f} MiB")
+        grid.add_row(
+            enum_word(KvTier.DESCRIPTOR, it.tier),
+            bar(counts),
+            *words,
+            f"{it.num_bytes / 2**20:,.0f} MiB",
+        )
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         _figure("fragmentation", f"{load.fragmentation:.0%}"),
@@ -178,8 +186,10 @@ def _worker_name(it: WorkerActivity) -> Text:
     name = Text(_shorten(it.worker))
     if it.is_unloaded:
         name.append(" unloaded", style="yellow")
-    if it.memory_level is not MemoryLevel.OK:
-        name.append(f" memory {it.memory_level.value}", style="red")
+    if it.memory_level in _SHORT_OF_MEMORY:
+        name.append(
+            f" memory {enum_word(common_pb2.MemoryLevel.DESCRIPTOR, it.memory_level)}", style="red"
+        )
     return name
 
 
@@ -232,7 +242,12 @@ def _sequences(workers: Sequence[WorkerKv], room: int) -> RenderableType:
             seq.num_shared_blocks,
         )
         where = [escape(_shorten(worker))] if several else []
-        table.add_row(escape(seq.request_id), seq.status.value, *map(str, numbers), *where)
+        table.add_row(
+            escape(seq.request_id),
+            enum_word(SequenceStatus.DESCRIPTOR, seq.status),
+            *map(str, numbers),
+            *where,
+        )
     return table if sequences else Text("none", style="dim")
 
 

@@ -1,13 +1,8 @@
 """One beam search while it is live: the search, and a sequence for each beam that it may have."""
 
-from scheduler_svc.core.beams.search import (
-    BeamSearch,
-    Candidates,
-    Hypothesis,
-    SearchState,
-    num_common,
-)
-from scheduler_svc.core.plan import Finished
+from contract.step import SearchState
+from scheduler_svc.core.beams.search import BeamSearch, Candidates, Hypothesis, num_common
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 

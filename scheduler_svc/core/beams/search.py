@@ -17,8 +17,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
+from contract.arrays import Float32Array, Int32Array
+from contract.step import OutputState, SearchState
 
 
 class EarlyStopping(StrEnum):
@@ -81,25 +81,6 @@ class Hypothesis:
     score: np.float32
     end_token_id: int | None
     """The token that ended it; None: its length did."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OutputState:
-    """An output of a search, perhaps not at its end, as it differs from the best beam."""
-
-    num_shared_tokens: int
-    """First tokens of the best beam, the prompt included, with which it begins."""
-    token_ids: Int32Array
-    """Those behind them: few, as beams branched off not long ago."""
-    logprob: np.float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SearchState:
-    """How far a search is: all that the request and the best beam's tokens do not say."""
-
-    beams: tuple[OutputState, ...]
-    hypotheses: tuple[OutputState, ...]
 
 
 class BeamSearch:

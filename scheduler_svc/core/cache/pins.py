@@ -8,15 +8,15 @@ The worker is told, by the names of the contents, so that a later scheduler has 
 quota has room for. It is not told of those that end early: there may be room again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.marked_heap import MarkedHeap
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Pinned
+from scheduler_svc.core.events import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
-from scheduler_svc.core.structures.marked_heap import MarkedHeap
 
 
 class Pins:
@@ -29,7 +29,7 @@ class Pins:
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
-        self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
+        self._pinned: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
         self._untold: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
         self._next_end = float("inf")  # no pin ends before that
 
@@ -43,18 +43,31 @@ class Pins:
     def __contains__(self, block: DeviceBlockId) -> bool:
         return block in self._ends
 
-    def prompt_computed(self, seq: Seq, now: float) -> None:
+    def __iter__(self) -> Iterator[DeviceBlockId]:
+        return iter(self._ends)
+
+    @property
+    def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
+        """When each pin ends, and its order among those that end together."""
+        return self._ends
+
+    @property
+    def by_end(self) -> MarkedHeap[DeviceBlockId]:
+        """The pinned blocks, those that end first in front; not to be changed."""
+        return self._by_end
+
+    def on_prompt_computed(self, seq: Seq, now: float) -> None:
         """Pin the full blocks of a prompt, if its request wants it, as many as there is room for.
 
-        Those of a prompt that was swapped in are pinned by `loads_confirmed`. Of a search, its
+        Those of a prompt that was swapped in are pinned by `on_loads_confirmed`. Of a search, its
         leader's count.
         """
         is_leader = seq.group is None or seq is seq.group.leader
         if seq.request.cache_pin_s is not None and is_leader:
             self._loading.append((seq, now + seq.request.cache_pin_s))
-            self.loads_confirmed()
+            self.on_loads_confirmed()
 
-    def loads_confirmed(self) -> None:
+    def on_loads_confirmed(self) -> None:
         """Pin the prompts that waited for their swap-ins to be known to have succeeded."""
         waiting, self._loading = self._loading, []
         for seq, until in waiting:
@@ -65,12 +78,12 @@ class Pins:
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
                 num_tokens = self._pin(hashes, until) * self._block_size
-                self._news += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
+                self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
-    def take_news(self) -> tuple[Pinned, ...]:
+    def take_pinned(self) -> tuple[Pinned, ...]:
         """Return which prompts were pinned since the last call."""
-        news, self._news = self._news, ()
-        return news
+        pinned, self._pinned = self._pinned, ()
+        return pinned
 
     def take_untold(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
         """Return names of what was pinned since the last call, and for how many seconds."""

@@ -28,12 +28,12 @@ from typing import cast
 
 import numpy as np
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.fragmentation import Fragmentation, measure
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.tiers.host_tier import HostTier
@@ -131,7 +131,7 @@ class Defragmenter:
         self.num_moved = 0
         self.num_passes = 0
 
-    def want(self) -> None:
+    def request_pass(self) -> None:
         """Begin a pass with the next step, whatever the rate; after the current one if there is."""
         self._is_wanted = True
         self.due = _NOW
@@ -140,7 +140,7 @@ class Defragmenter:
         """Move held blocks that the pool is taking out of use, as long as there are any."""
         self.due = _NOW
 
-    def resized(self) -> None:
+    def on_resized(self) -> None:
         """Learn that the pool has another size: of a pass under way, some places may be gone."""
         if self._pass is not None:
             end = self._pool.num_blocks
@@ -152,7 +152,7 @@ class Defragmenter:
         reports, self._reports = self._reports, ()
         return reports
 
-    def plan(self, draft: PlanDraft, num_in_flight: int) -> None:
+    def plan(self, draft: PlanBuilder, num_in_flight: int) -> None:
         """Add moves to a plan that is otherwise complete; from `due` on, for every plan.
 
         Args:
@@ -205,7 +205,7 @@ class Defragmenter:
             evacuates=True,
         )
 
-    def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
+    def _advance(self, current: _Pass, draft: PlanBuilder, num_in_flight: int) -> None:
         """Move some blocks of a pass, or end it."""
         num_moved = self._move(current, draft)
         if num_moved:
@@ -222,7 +222,7 @@ class Defragmenter:
                 DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )
 
-    def _move(self, current: _Pass, draft: PlanDraft) -> int:
+    def _move(self, current: _Pass, draft: PlanBuilder) -> int:
         num_moved = 0
         written = {*draft.copy_dst}
         for _ in range(self._config.max_defragment_moves):
@@ -262,7 +262,7 @@ class Defragmenter:
         if (blank := self._pool.allocate_before(current.border)) is not None:
             return blank, False
         if current.evacuates:  # as many are left for it, but for what unclaimed rows hold
-            has_room = self._pool.num_blank + self._pool.num_cached > 0
+            has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:
             if self._pool.is_cached(target := current.free_targets.pop()):

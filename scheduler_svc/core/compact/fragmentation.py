@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 
 _MEDIUM, _HIGH = 0.2, 0.5
 

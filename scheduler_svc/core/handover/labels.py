@@ -11,8 +11,8 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
-from scheduler_svc.core.plan import Int32Array, ints
 
 
 class NewLabels:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NewType
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import HostBlockId
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 ExportId = NewType("ExportId", int)

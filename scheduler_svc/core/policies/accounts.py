@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 
 
 class RowAccounts:

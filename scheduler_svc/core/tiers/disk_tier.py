@@ -11,15 +11,16 @@ Who holds a disk block, besides the sequences that have spilled to it:
     a load    its disk block and its host block, likewise. The host block can be found from then on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 
 
 @dataclass(slots=True)
@@ -27,6 +28,17 @@ class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
     """Of its content, if that may be found."""
+
+
+class DiskBooks(NamedTuple):
+    """The moves under way, live; for invariants, which only read them."""
+
+    stores: Mapping[DiskBlockId, BlockHash | None]
+    new_stores: Mapping[DiskBlockId, HostBlockId]
+    storing: Mapping[BlockHash, DiskBlockId]
+    loads: Mapping[HostBlockId, _Load]
+    new_loads: Mapping[HostBlockId, DiskBlockId]
+    targets: Mapping[DiskBlockId, HostBlockId]
 
 
 class DiskTier:
@@ -67,7 +79,7 @@ class DiskTier:
     def _num_loads_left(self) -> int:
         return self._max_moves - (len(self._loads) - len(self._new_loads))
 
-    def send(self, draft: PlanDraft) -> None:
+    def send(self, draft: PlanBuilder) -> None:
         """Put what can move into a plan that goes out."""
         draft.disk_store_src = list(self._new_stores.values())
         draft.disk_store_dst = list(self._new_stores)
@@ -76,7 +88,7 @@ class DiskTier:
             draft.disk_load_src.append(self._new_loads.pop(target))
             draft.disk_load_dst.append(target)
 
-    def answer(self, outcome: StepOutcome) -> None:
+    def answer(self, outcome: Result) -> None:
         """Take the moves that have ended; what fails to be loaded is forgotten.
 
         Raises:
@@ -117,6 +129,18 @@ class DiskTier:
         self.num_loaded += is_good
         self.num_failed += not is_good
 
+    @property
+    def books(self) -> DiskBooks:
+        """The moves under way."""
+        return DiskBooks(
+            self._stores,
+            self._new_stores,
+            self._storing,
+            self._loads,
+            self._new_loads,
+            self._targets,
+        )
+
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
@@ -127,7 +151,7 @@ class DiskTier:
         if (known := self._find(block_hash)) is not None:
             self.pool.share([known])  # as good as new
             self.pool.drop([known])
-        elif len(self._stores) < self._max_moves and self.pool.num_free:
+        elif len(self._stores) < self._max_moves and self.pool.num_available:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
@@ -203,7 +227,7 @@ class DiskTier:
         """Return its part of a `SchedulerLoad`, by field."""
         return {
             "num_disk_blocks": self.pool.num_blocks,
-            "num_free_disk_blocks": self.pool.num_blank,
+            "num_free_disk_blocks": self.pool.num_free,
             "num_cached_disk_blocks": self.pool.num_cached,
             "num_stored_blocks": self.num_stored,
             "num_loaded_blocks": self.num_loaded,

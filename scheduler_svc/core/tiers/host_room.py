@@ -5,13 +5,12 @@ swapped sequences spill, the last in order first: their last blocks go to the di
 is full, too, and the one that needs room is before them, their KV is dropped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, repeat
 
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.tiers.costs import Costs
@@ -25,17 +24,15 @@ class HostRoom:
         self,
         config: SchedulerConfig,
         tier: HostTier,
-        waiting: WaitingQueue,
+        queue: WaitingQueue,
         live: LiveSequences,
-        rank: Callable[[Sequence], Rank],
     ) -> None:
         self.num_spilled = 0
         self._block_size = config.block_size
         self._costs = Costs(config)
         self._tier = tier
-        self._waiting = waiting
+        self._queue = queue
         self._live = live
-        self._rank = rank
 
     def make_for_swap(self, num_blocks: int, num_tokens: int) -> bool:
         """Have room for the blocks of a sequence that is preempted, if it should be swapped out.
@@ -48,7 +45,7 @@ class HostRoom:
         if not self._costs.should_swap(num_blocks, 0, num_tokens):
             return False
         self._let_go(num_blocks)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             if (spills := self._find_spills(num_blocks)) is None:
                 return False
             num_spilled = sum(len(seq.host_block_ids) - keep for seq, keep in spills)
@@ -65,23 +62,23 @@ class HostRoom:
             Whether there is; if not, moves under way may make some.
         """
         self._let_go(num_blocks)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             for other, num_kept in self._find_spills(num_blocks, seq) or ():
                 self._spill(other, num_kept)
         if self._tier.is_moving or self._tier.disk.is_loading:
-            return num_blocks <= self._tier.pool.num_free
+            return num_blocks <= self._tier.pool.num_available
         for other in self._last_first(SeqStatus.SWAPPED, seq):  # all that hold host blocks
-            if num_blocks <= self._tier.pool.num_free:
+            if num_blocks <= self._tier.pool.num_available:
                 break
             self.give_up(other)
-        return num_blocks <= self._tier.pool.num_free
+        return num_blocks <= self._tier.pool.num_available
 
     def give_up(self, seq: Sequence) -> None:
         """Drop a swapped sequence's KV; it will be computed again."""
-        self._waiting.remove(seq)
+        self._queue.remove(seq)
         self.release(seq)
         seq.move(SeqStatus.WAITING)
-        self._waiting.push(seq)
+        self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:
         """Return the swapped sequences that have KV in a disk block, which few have."""
@@ -106,16 +103,16 @@ class HostRoom:
             and (seq.host_block_ids or seq.fetched_block_ids)
             and seq is not but
         ]
-        return iter(sorted(seqs, key=self._rank, reverse=True))
+        return iter(sorted(seqs, key=self._queue.sort_key, reverse=True))
 
     def _let_go(self, num_blocks: int) -> None:
         """Stop holding blocks for those who do not have their own KV there."""
-        if num_blocks <= self._tier.pool.num_free:
+        if num_blocks <= self._tier.pool.num_available:
             return
         for seq in self._last_first(SeqStatus.WAITING):
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
-            if num_blocks <= self._tier.pool.num_free:
+            if num_blocks <= self._tier.pool.num_available:
                 return
 
     def _find_spills(
@@ -127,7 +124,10 @@ class HostRoom:
             None if that is impossible.
         """
         pool = self._tier.pool
-        num_lacking, num_disk_blocks = num_blocks - pool.num_free, self._tier.disk.pool.num_free
+        num_lacking, num_disk_blocks = (
+            num_blocks - pool.num_available,
+            self._tier.disk.pool.num_available,
+        )
         spills = []
         for seq in self._last_first(SeqStatus.SWAPPED, but):
             if any(map(self._tier.is_leaving_device, seq.host_block_ids)):

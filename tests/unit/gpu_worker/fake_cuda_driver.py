@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from gpu_worker.memory.cuda_chunks import CudaChunks
+from gpu_worker.memory.elastic import CudaChunks
 
 GRANULARITY = 4096
 POISON = 0xDD

@@ -10,15 +10,15 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
+from contract.limits import Limits
 from contract.packing import pack_int32, unpack_int32
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.layout import block_bytes
-from gpu_worker.loading import device
-from gpu_worker.loading.source import open_model
-from gpu_worker.memory import sizing as memory
+from gpu_worker.loading import device, kv_memory
+from gpu_worker.memory import available as memory
+from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
@@ -236,10 +236,10 @@ def test_auto_dtype_is_the_checkpoints_unless_the_cpu_is_slow_in_it(tmp_path, mo
 
 
 def test_cpu_kv_memory_is_a_gibibyte_or_half_of_what_is_free(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GIB)
-    assert memory.free_cpu_kv_bytes() == GIB
-    monkeypatch.setattr(memory, "available_bytes", lambda: GIB)
-    assert memory.free_cpu_kv_bytes() == GIB // 2
+    monkeypatch.setattr(kv_memory, "available_bytes", lambda: 10 * GIB)
+    assert kv_memory.free_cpu_kv_bytes() == GIB
+    monkeypatch.setattr(kv_memory, "available_bytes", lambda: GIB)
+    assert kv_memory.free_cpu_kv_bytes() == GIB // 2
 
 
 def test_available_memory_is_the_least_of_machine_and_cgroup(monkeypatch, tmp_path):
@@ -255,18 +255,18 @@ def test_available_memory_is_the_least_of_machine_and_cgroup(monkeypatch, tmp_pa
 
 
 def test_blocks_in_rounds_down_and_refuses_none():
-    assert memory.blocks_in(999, 100) == 9
+    assert kv_memory.blocks_in(999, 100) == 9
     with pytest.raises(ModelError):
-        memory.blocks_in(99, 100)
+        kv_memory.blocks_in(99, 100)
     with pytest.raises(ModelError):
-        memory.blocks_in(-5, 100)
+        kv_memory.blocks_in(-5, 100)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_model_len"), [(6, 40), (6, 3), (1, 40), (30, 2)])
 def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_len):
     limits = Limits(max_num_seqs, max_model_len, 32, 0, 4, VOCAB_SIZE)
-    step = memory.largest_step(limits)
-    blocks = np.concatenate([new.block_ids for new in step.new_rows])
+    step = kv_memory.largest_step(limits)
+    blocks = np.concatenate([new.block_ids for new in step.new_sequences])
     assert sorted(blocks.tolist()) == list(range(len(blocks)))
     pool = FakePool(len(blocks), limits.block_size)
     limits = replace(limits, num_blocks=len(blocks))

@@ -9,8 +9,7 @@ from contract.errors import FailedPreconditionError
 from quire.cli import target
 from quire.cli.__main__ import main
 from quire.client import AsyncClient, Client
-from quire.client.kv_types import KvTier, SequenceStatus
-from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import kv_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 
 async def run(*argv: str) -> int:
@@ -45,9 +44,9 @@ async def test_clients_give_the_same(served):
         (worker,) = await asyncio.to_thread(client.describe_kv, max_sequences=0, block_tables=True)
     async with AsyncClient(served.target) as client:
         assert await client.describe_kv(block_tables=True) == (worker,)
-    assert worker.tiers[0].tier is KvTier.DEVICE
-    assert worker.tiers[0].next_block is None
-    assert worker.sequences[0].status is SequenceStatus.DECODE
+    assert worker.tiers[0].tier == kv_pb2.KV_TIER_DEVICE
+    assert worker.tiers[0].next_block == 0
+    assert worker.sequences[0].status == kv_pb2.SEQUENCE_STATUS_DECODE
     assert worker.next_seq_id == 8
     first, second = (request.query for request in served.fake.requests)
     assert first.HasField("max_sequences")

@@ -9,9 +9,8 @@ from contract.errors import FailedPreconditionError
 from quire.cli.__main__ import main
 from quire.cli.commands.status import describe_load
 from quire.cli.top.view import _worker_cells, _worker_name
-from quire.client.activity_types import WorkerActivity
 from quire.client.types import Load
-from quire.v1 import loading_pb2, loading_pb2_grpc
+from quire.v1 import common_pb2, loading_pb2, loading_pb2_grpc
 
 TARGET = "10.0.0.7:50053"
 HERE = str(Path("models/b").absolute())
@@ -104,6 +103,6 @@ def test_the_status_says_what_requests_wait_for():
 
 
 def test_top_shows_a_worker_that_is_unloaded():
-    worker = WorkerActivity(TARGET, 0.0, load(), 0, 0, 0, 0, 0.0, (), is_unloaded=True)
+    worker = common_pb2.WorkerActivity(worker=TARGET, is_unloaded=True)
     assert _worker_name(worker).plain == f"{TARGET} unloaded"
     assert _worker_cells(worker, None, None) == []

@@ -9,8 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from quire.cli.commands import probe
-from rpc.health.probes import probes
-from rpc.health.state import Health
+from rpc.health import Health, probes
 
 
 @pytest.fixture

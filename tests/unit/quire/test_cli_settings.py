@@ -138,7 +138,7 @@ def test_only_what_is_set_is_passed_on():
 
 def test_wildcard_host_is_probed_on_the_loopback():
     planned = plan(parse_up("--host", "0.0.0.0"))
-    assert planned.http_address == "127.0.0.1:8000"
+    assert planned.service.http_address == "127.0.0.1:8000"
     assert value_of("--host", planned.specs[0].argv) == "0.0.0.0"
 
 

@@ -16,9 +16,8 @@ from quire.cli.commands import top
 from quire.cli.top.figures import Snapshot, parse_metrics, rates_between, sum_tiers
 from quire.cli.top.view import bar, draw
 from quire.client import Client
-from quire.client.activity_types import MemoryLevel, WorkerActivity
-from quire.client.kv_types import KvTier, SequenceKv, SequenceStatus, TierKv, WorkerKv
 from quire.client.types import Load
+from quire.v1 import common_pb2, kv_pb2
 
 LOAD = Load(
     num_requests_running=2,
@@ -43,23 +42,37 @@ quire_time_to_first_token_seconds_sum 0.5
 """
 
 
-def activity(worker="w", *, num_steps=0, num_decode_tokens=0, attached_at_s=1.0):
-    return WorkerActivity(worker, attached_at_s, LOAD, num_steps, 0, num_decode_tokens, 0, 0.5, ())
+def activity(worker="w", **fields):
+    return common_pb2.WorkerActivity(
+        worker=worker, **{"attached_at_s": 1.0, "busy_s": 0.5} | fields
+    )
 
 
 def sequence(request_id, num_device_blocks):
-    return SequenceKv(
-        *(1, request_id, 0, SequenceStatus.DECODE),
-        *(20, 10, 10, 0, num_device_blocks, 0, 0, 0, (), (), ()),
+    return kv_pb2.SequenceKv(
+        seq_id=1,
+        request_id=request_id,
+        status=kv_pb2.SEQUENCE_STATUS_DECODE,
+        num_tokens=20,
+        num_prompt_tokens=10,
+        num_device_blocks=num_device_blocks,
     )
 
 
 def worker_kv(worker, *sequences, host=0):
-    device = TierKv(KvTier.DEVICE, 10, 3, 1, 2, 1, 3, 0, b"", (), None)
-    tiers = [device]
+    kv = kv_pb2.WorkerKv(worker=worker, block_size=16, block_bytes=2**20, sequences=sequences)
+    kv.tiers.add(
+        tier=kv_pb2.KV_TIER_DEVICE,
+        num_blocks=10,
+        num_held=3,
+        num_shared=1,
+        num_cached=2,
+        num_pinned=1,
+        num_blank=3,
+    )
     if host:
-        tiers.append(TierKv(KvTier.HOST, host, 0, 0, 0, 0, host, 0, b"", (), None))
-    return WorkerKv(worker, 16, 2**20, tuple(tiers), sequences, len(sequences), None)
+        kv.tiers.add(tier=kv_pb2.KV_TIER_HOST, num_blocks=host, num_blank=host)
+    return kv
 
 
 def frame(now, before=None, *, height=60, width=150) -> str:
@@ -127,7 +140,7 @@ def test_totals_that_began_anew_have_no_rate():
 def test_tiers_are_added_up_over_the_workers():
     device, host = sum_tiers([worker_kv("a", host=4), worker_kv("b")])
     assert (device.num_blocks, device.num_held, device.num_bytes) == (20, 6, 20 * 2**20)
-    assert (host.tier, host.num_blocks) == (KvTier.HOST, 4)
+    assert (host.tier, host.num_blocks) == (kv_pb2.KV_TIER_HOST, 4)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,7 @@ def test_names_of_others_are_not_markup():
 
 
 def test_a_worker_says_when_its_memory_is_short():
-    short = replace(activity("w1"), memory_level=MemoryLevel.CRITICAL)
+    short = activity("w1", memory_level=common_pb2.MEMORY_LEVEL_CRITICAL)
     text = frame(Snapshot(1.0, LOAD, (), (activity("w0"), short)))
     assert "w1 memory critical" in text
     assert "w0 memory" not in text

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from silent_relay import SilentRelay
@@ -27,6 +28,7 @@ from quire.client import (
     TokenLogprob,
     Usage,
 )
+from quire.client.async_client import ASYNCIO
 from quire.v1.inference_pb2 import (
     CancelRequest,
     GenerateRequest,
@@ -262,36 +264,36 @@ async def test_closing_a_resumable_stream_cancels_the_request(served):
     assert served.fake.requests[-1] == CancelRequest(request_id="mine")
 
 
-async def test_who_is_cancelled_between_two_calls_cancels_the_request(served, monkeypatch):
-    waits, wait = asyncio.Event(), asyncio.sleep
+async def test_who_is_cancelled_between_two_calls_cancels_the_request(served):
+    waits = asyncio.Event()
 
     async def sleep(_):
         waits.set()
-        await wait(3600)
+        await asyncio.Event().wait()
 
     async def read(client):
         async for _ in client.generate("breaks", resumable=True, request_id="mine"):
             pass
 
-    async with AsyncClient(served.target) as client:
-        monkeypatch.setattr("quire.client.async_client.asyncio.sleep", sleep)
+    async with AsyncClient(served.target, transport=replace(ASYNCIO, sleep=sleep)) as client:
         reading = asyncio.create_task(read(client))
         await waits.wait()
-        monkeypatch.undo()
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
     assert served.fake.requests[-1] == CancelRequest(request_id="mine")
 
 
-async def test_a_busy_service_is_asked_again_when_it_says(served, monkeypatch):
+async def test_a_busy_service_is_asked_again_when_it_says(served):
     waits = []
 
     async def sleep(delay_s):
         waits.append(delay_s)
 
-    monkeypatch.setattr("quire.client.async_client.asyncio.sleep", sleep)
-    async with AsyncClient(served.target, retry=Retry(max_attempts=3)) as client:
+    transport = replace(ASYNCIO, sleep=sleep)
+    async with AsyncClient(
+        served.target, retry=Retry(max_attempts=3), transport=transport
+    ) as client:
         with pytest.raises(TooBusyError):
             async for _ in client.generate("busy"):
                 pass

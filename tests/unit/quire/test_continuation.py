@@ -111,7 +111,7 @@ def test_what_comes_again_otherwise_is_an_error(other):
     for error in (LOST, NotFoundError("gone")):
         continuation.failed(error, 0.0)
         continuation.next_request()
-    with pytest.raises(QuireError, match="not the same again"):
+    with pytest.raises(QuireError, match="not the same as before"):
         continuation.take(other)
 
 

@@ -16,7 +16,7 @@ from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.served_tokenizer import Tokenizers
 from router.text.tokenizer import load_tokenizer
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 
 CHAT_TEMPLATE = (

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from contract.info import MemoryLevel, WorkerInfo
+from contract.limits import Limits
 from quire.v1 import recording_pb2
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.journal.frames import MAGIC, read_frames, to_frame
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
@@ -31,7 +31,7 @@ CONFIG = SchedulerConfig(
     watermark=0.0,
     eviction=Eviction.LFU,
 )
-INFO = WorkerInfo("w/0", "none", ModelInfo("m", 24, 2, (1,)), 4, 8, 10, 2)
+INFO = WorkerInfo("w/0", "none", "m", Limits(4, 24, 8, 10, 2, 2), (1,), 0, "")
 
 
 class Driver:
@@ -127,7 +127,7 @@ class DriverOfResizes(Driver):
         if self.core.load().num_blocks == least:
             self.worker.resize(most)
             self.core.resize(most)
-        elif self.core.is_shrunk:
+        elif self.core.resizing.is_shrunk:
             self.worker.resize(self.more_dice.choice([least, most]))
             self.num_shrunk += self.worker.num_blocks == least
             self.core.resize(self.worker.num_blocks)

@@ -8,10 +8,11 @@ from collections import deque
 import numpy as np
 import pytest
 
+from contract.info import WorkerInfo
+from contract.limits import Limits
+from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo, WorkerInfo
 from scheduler_svc.journal.frames import RecordingError
 from scheduler_svc.journal.policy_report import describe_study
 from scheduler_svc.journal.policy_study import SeqName, study
@@ -19,7 +20,7 @@ from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
 
 STEP_S, TOKEN_S = 0.01, 0.001
-INFO = WorkerInfo("w", "none", ModelInfo("m", 128, 50, ()), 4, 32, 40, 4)
+INFO = WorkerInfo("w", "none", "m", Limits(4, 128, 32, 40, 4, 50), (), 0, "")
 CONFIG = SchedulerConfig(
     num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128
 )
@@ -60,7 +61,7 @@ class Engine:
         self.calls = [(when, number, call) for number, (when, call) in enumerate(calls)]
         heapq.heapify(self.calls)
         self.worker = SimulatedWorker(draw)
-        self.in_flight: deque[tuple[float, StepOutcome]] = deque()
+        self.in_flight: deque[tuple[float, Result]] = deque()
         self.free_at = 0.0
 
     def run(self):

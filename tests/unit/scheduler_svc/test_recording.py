@@ -7,9 +7,9 @@ from zlib import crc32
 import pytest
 from recorded_runs import CONFIG, INFO, record, replay_bytes
 
+from contract.step import NewSequence, Plan, Result
 from quire.v1 import recording_pb2
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import NewSequence, StepOutcome, StepPlan
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.core_calls import End, RecordedPlan
 from scheduler_svc.journal.frames import MAGIC, CutOff, RecordingError, read_frames, to_frame
 from scheduler_svc.journal.record import Recordings, RecordingScheduler
@@ -91,7 +91,7 @@ def test_recordings_share_their_limit(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     recordings = Recordings(tmp_path, 0, epoch=2)
     with recordings, recordings.open_core(INFO, CONFIG) as core:
-        assert type(core) is Successor
+        assert type(core) is Scheduler
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
@@ -104,29 +104,26 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     (tmp_path / "w_0-1-1.quirerec").write_text("precious")
     recordings = Recordings(tmp_path, 1 << 20, epoch=1)
     with recordings, recordings.open_core(INFO, CONFIG) as core:
-        assert type(core) is Successor
+        assert type(core) is Scheduler
     assert (tmp_path / "w_0-1-1.quirerec").read_text() == "precious"
 
 
 def test_every_call_that_changes_a_core_is_recorded():
-    layers = Successor.__mro__[:-1]  # down to the plain scheduler
-    calls = {name for layer in layers for name in vars(layer) if not name.startswith("_")}
-    asking = {"num_steps_in_flight", "load", "drain", "check_deadline", "take_expired"}
-    asking |= {"num_cached_blocks", "num_queued_tokens", "find_requests", "first_swapped"}
-    asking |= {"owner", "take_reports", "beam_rows"}
-    asking |= {"max_request_len", "check_resize", "is_shrunk", "num_leaving_blocks"}
-    asking |= {"unclaimed", "num_held_tokens", "take_adopted", "held_device_blocks", "has_too_many"}
-    changing = calls - asking - {"last_answered", "held_host_blocks"}
+    calls = {name for name in vars(Scheduler) if not name.startswith("_")}
+    asking = {"num_steps_in_flight", "load", "drain", "check_deadline", "take_expired", "owner"}
+    asking |= {"num_waiting", "num_queued_tokens", "max_request_len", "beam_rows"}
+    changing = calls - asking - {"take_reports", "take_adopted"}
     assert changing == {name for name in vars(RecordingScheduler) if not name.startswith("_")}
 
 
 def test_all_of_a_plan_is_recorded():
-    names = [field.name for field in fields(StepPlan)]
-    follow = ("labelled_block_ids", "labels", "pins", "turns")  # from what is recorded
-    names = [name for name in names if name not in follow]
-    assert [field.name for field in fields(RecordedPlan)] == names
-    assert [field.name for field in recording_pb2.RecordedPlan.DESCRIPTOR.fields] == names
-    outcome = {field.name for field in fields(StepOutcome)}
+    follow = {"labelled_block_ids", "labels", "pins", "turns"}  # from what is recorded
+    names = {field.name for field in fields(Plan)} - follow - {"serialize"}
+    names |= {"num_scheduled_tokens"}
+    assert {field.name for field in fields(RecordedPlan)} == names
+    assert {field.name for field in recording_pb2.RecordedPlan.DESCRIPTOR.fields} == names
+    of_worker = {"execute_s", "logprobs", "prompt_logprobs", "num_computed_tokens", "head_start_s"}
+    outcome = {field.name for field in fields(Result)} - of_worker
     recorded = {field.name for field in recording_pb2.RecordedUpdate.DESCRIPTOR.fields}
     assert recorded == {*outcome, "now"}
     kept = {field.name for field in recording_pb2.RecordedNewSequence.DESCRIPTOR.fields}
@@ -139,6 +136,8 @@ def test_all_of_a_plan_is_recorded():
         "max_total_tokens",
         "identity",
         "search",
+        "note",
+        "adapter",
     }
     assert kept == {f.name for f in fields(NewSequence)} - from_request | {
         "num_tokens",

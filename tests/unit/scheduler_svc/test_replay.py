@@ -18,12 +18,12 @@ from recorded_runs import (
     rewrite,
 )
 
+from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import (
     BrokenInvariantError,
     MigrationRefusedError,
 )
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.journal.core_calls import End
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
@@ -227,7 +227,7 @@ def test_a_refusal_that_does_not_come_again_is_a_difference(recorded):
 
 def test_what_the_core_raised_is_raised_again(tmp_path):
     nothing = np.array([], np.int32)
-    outcome = StepOutcome(9, nothing, nothing, nothing, nothing)
+    outcome = Result(9, nothing, nothing, nothing, nothing)
 
     def fail():
         recordings = Recordings(tmp_path, 1 << 20, epoch=1)
@@ -286,7 +286,7 @@ class DriverOfMoves(Driver):
             self.move()
 
     def move(self):
-        seqs = sorted(self.core._live, key=lambda seq: seq.seq_id)
+        seqs = sorted(self.core.live, key=lambda seq: seq.seq_id)
         if not seqs:
             return
         request = self.dice.choice(seqs).request
@@ -300,7 +300,7 @@ class DriverOfMoves(Driver):
             self.core.end_export(export.export_id, leaves=False)
             return
         leaves = self.dice.random() < 0.7
-        while self.core.last_answered < max(export.ready_step, room.ready_step):
+        while self.core.steps.last_answered < max(export.ready_step, room.ready_step):
             Driver.schedule(self)
             self.update()
         held = [self.worker.host[block] for block in export.moved.host_block_ids]
@@ -314,7 +314,7 @@ def test_a_run_in_which_requests_move_replays_the_same(tmp_path):
     with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
         driver = DriverOfMoves(core, seed=3)
         driver.run(400)
-    assert core._num_moves > 20
+    assert core.moves._num_begun > 20
     (path,) = tmp_path.iterdir()
     with path.open("rb") as file:
         result = replay(file)

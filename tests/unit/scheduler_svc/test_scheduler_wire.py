@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError
+from contract.info import ModelInfo
+from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
-from scheduler_svc.core.plan import Admitted, Finished, News, Pinned
+from scheduler_svc.core.events import Admitted, Finished, Pinned, StepEvents
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.domain import LoraAdapter, ModelInfo
 from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.router import merge_step_outputs, news_to_proto, refused_to_proto
 
@@ -25,7 +26,7 @@ def ints(*values):
 def make_news(entries=(), admitted=(), finished=()):
     """`entries` are (source, key, token, result index)."""
     columns = np.array(entries, np.int64).reshape(-1, 4).T
-    return News(
+    return StepEvents(
         sources=columns[0].astype(np.int32),
         seq_keys=columns[1].astype(np.uint64),
         token_ids=columns[2].astype(np.int32),

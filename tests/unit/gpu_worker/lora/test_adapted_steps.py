@@ -5,8 +5,8 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 
-from gpu_worker.loading.source import open_model
-from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native
 from tests.lora_fixture import make_adapter, merge

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.loading.source import open_model
-from gpu_worker.lora import adapter_loading
-from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.lora import adapter_files
+from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import ModelDirs
@@ -152,8 +152,8 @@ def test_files_that_change_while_they_are_read_are_refused(
     model_dirs, adapter, monkeypatch, tmp_path, part
 ):
     other = make_adapter(tmp_path / "other", model_dirs.get("llama"), seed=2)
-    read = adapter_loading.read_adapter_config
-    modules = adapter_loading._adapted_modules
+    read = adapter_files.read_adapter_config
+    modules = adapter_files._adapted_modules
 
     def change_config(directory):
         config = read(directory)
@@ -167,9 +167,9 @@ def test_files_that_change_while_they_are_read_are_refused(
         return found
 
     if part == "config":
-        monkeypatch.setattr(adapter_loading, "read_adapter_config", change_config)
+        monkeypatch.setattr(adapter_files, "read_adapter_config", change_config)
     else:
-        monkeypatch.setattr(adapter_loading, "_adapted_modules", change_tensors)
+        monkeypatch.setattr(adapter_files, "_adapted_modules", change_tensors)
     assert_refused(model_dirs, adapter, f"{adapter} has changed while it was read")
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.loading.source import open_model
-from gpu_worker.lora.adapter_loading import load_adapter
+from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.lora.step_adapters import StepAdapters, step_adapters
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native
 from kernels.cpu.program import decoder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
@@ -95,7 +95,7 @@ def test_native_families_need_no_transformers(model_dirs):
     program = (
         "import sys; sys.modules['transformers'] = None\n"
         "import pathlib; from gpu_worker.weights.json_fields import ModelError\n"
-        "from gpu_worker.loading.source import open_model\n"
+        "from gpu_worker.models.registry import open_model\n"
         "open_model(pathlib.Path(sys.argv[1]))\n"
         "try: open_model(pathlib.Path(sys.argv[2]))\n"
         "except ModelError as error: print(error)\n"

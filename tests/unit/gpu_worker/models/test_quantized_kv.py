@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.loading.source import open_model
+from gpu_worker.models.registry import open_model
 from tests.unit.gpu_worker.models.paged_loop import (
     CPU,
     PagedLoop,

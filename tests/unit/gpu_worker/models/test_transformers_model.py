@@ -6,11 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from gpu_worker.loading.source import open_model
-from gpu_worker.models.fallback import attention_calls
-from gpu_worker.models.fallback import model as transformers_model
-from gpu_worker.models.fallback.attention_calls import AttentionOptions
-from gpu_worker.models.fallback.attention_masks import read_window
+from gpu_worker.models import transformers_attention, transformers_model
+from gpu_worker.models.registry import open_model
+from gpu_worker.models.transformers_attention import AttentionOptions, read_window
 from gpu_worker.weights.json_fields import ModelError
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
@@ -179,7 +177,7 @@ def test_masks_that_read_tensors_are_refused():
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
     # Imported by now, and so not bound to the patch for good.
     assert transformers_model.__name__
-    monkeypatch.setattr(attention_calls, "read_options", options_without_window)
+    monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"
     directory = model_dirs.get(family, sliding_window=20, **fields)

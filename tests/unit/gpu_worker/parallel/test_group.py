@@ -7,9 +7,9 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from gpu_worker.parallel.group import Member, command, member_from_json
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind, Link
+from gpu_worker.parallel.member import Member, command, member_from_json
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 

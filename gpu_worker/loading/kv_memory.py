@@ -1,0 +1,218 @@
+"""Sizes the KV memory: how many blocks fit, and whether their number can change."""
+
+from dataclasses import replace
+
+import numpy as np
+import structlog
+import torch
+
+from contract.limits import Limits
+from contract.step import NewSequence, Plan, StepId
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.host_pool import STAGING_BYTES
+from gpu_worker.kv.layout import KvDtypes
+from gpu_worker.memory.available import available_bytes, device_total_bytes
+from gpu_worker.memory.elastic import (
+    Chunks,
+    CpuChunks,
+    CudaChunks,
+    ElasticMemory,
+    OutOfMemoryError,
+    VirtualMemoryError,
+    load_driver,
+)
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.step.cuda_graphs import DecodeGraphs
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.model_runner import Decoder
+from gpu_worker.weights.json_fields import ModelError
+
+_GIB = 1024**3
+_DEFAULT_CPU_BYTES = _GIB
+_CPU_SHARE = 0.5
+_DEFAULT_HOST_BYTES = 4 * _GIB
+_HOST_SHARE = 0.25
+
+
+class NoRoomError(ModelError):
+    """The device, or the machine, does not have enough memory."""
+
+
+def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
+    """How many blocks fit `num_bytes`.
+
+    Raises:
+        NoRoomError: Not even one does.
+    """
+    if num_bytes < bytes_per_block:
+        raise NoRoomError(
+            f"KV memory is {max(num_bytes, 0) / _GIB:.3f} GiB; one block takes "
+            f"{bytes_per_block / _GIB:.3f} GiB"
+        )
+    return int(num_bytes // bytes_per_block)
+
+
+def free_cpu_kv_bytes() -> int:
+    """Default KV memory on a CPU: 1 GiB, or half of what is free if that is less."""
+    return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
+
+
+def free_host_kv_bytes(device: torch.device) -> int:
+    """Default host memory for KV.
+
+    With a GPU 4 GiB, or a quarter of what is free if that is less: it is pinned, which takes it
+    from all other processes. With a CPU none: the pool could hold the same KV in the same memory.
+    """
+    if device.type != "cuda":
+        return 0
+    return min(_DEFAULT_HOST_BYTES, int(available_bytes() * _HOST_SHARE))
+
+
+def free_gpu_kv_bytes(
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtypes: KvDtypes,
+    device: torch.device,
+    utilization: float,
+    ranks: Ranks | None = None,
+    *,
+    has_graphs: bool,
+) -> int:
+    """KV memory on a GPU: its share of the memory, less what the largest step needs beside it.
+
+    Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
+    ignored. With `has_graphs` it leaves room for CUDA graphs, too, whose memory no other step can
+    use.
+    """
+    profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
+    if has_graphs:
+        profiled += _run_largest_graph(model, config, limits, dtypes, device)
+    free, total = torch.cuda.mem_get_info(device)
+    # Memory that is neither free nor torch's belongs to the driver, libraries and other processes.
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - others - profiled - STAGING_BYTES
+
+
+def _run_largest_step(
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtypes: KvDtypes,
+    device: torch.device,
+    ranks: Ranks | None,
+) -> int:
+    """Peak bytes that torch allocates during that step, weights included."""
+    step = largest_step(limits)
+    num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
+    limits = replace(limits, num_blocks=num_blocks)
+    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    Executor(model, pool, limits, (), device, ranks=ranks).step(step)
+    peak = torch.cuda.max_memory_allocated(device)
+    del pool
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _run_largest_graph(
+    model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
+) -> int:
+    """Bytes that graphs hold: those of the largest, because all of them share it."""
+    pool = KvPool(config, 1, limits.block_size, dtypes, device)
+    last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode():
+        DecodeGraphs(model.forward, pool, limits, last_token_ids).rehearse()
+    peak = torch.cuda.max_memory_allocated(device)
+    del pool
+    torch.cuda.empty_cache()
+    return peak - before
+
+
+def largest_step(limits: Limits) -> Plan:
+    """The largest step: most tokens, over most rows, all of which sample.
+
+    They use the sampling parameters that take most memory. Blocks are numbered from 0.
+    """
+    num_rows = limits.max_num_seqs
+    # Leaves room for the sampled token.
+    length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len - 1)
+    blocks = np.arange(num_rows * -(-length // limits.block_size), dtype=np.int32)
+    sampling = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
+    return Plan(
+        step_id=StepId(1),
+        num_decodes=0,
+        new_sequences=tuple(
+            NewSequence(
+                seq_id=row,
+                row=row,
+                token_ids=np.zeros(length, np.int32),
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                block_ids=block_ids,
+                sampling=sampling,
+                max_total_tokens=length + 1,
+            )
+            for row, block_ids in enumerate(blocks.reshape(num_rows, -1))
+        ),
+        chunk_rows=np.arange(num_rows, dtype=np.int32),
+        chunk_lens=np.full(num_rows, length, np.int32),
+    )
+
+
+_GIB = 1024**3
+_MAX_BLOCKS = 2**24
+"""Schedulers accept no more."""
+
+_log = structlog.get_logger()
+
+
+def open_pool_memory(
+    settings: WorkerSettings, num_blocks: int, block_bytes: int, device: torch.device
+) -> ElasticMemory | None:
+    """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
+
+    On a GPU it is fixed unless the operator sets max-kv-memory-gb: the driver's calls have not been
+    proved on hardware. On a CPU it is fixed, with a warning, if the system refuses to reserve so
+    many addresses.
+
+    Raises:
+        ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.
+    """
+    max_gb = settings.max_kv_memory_gb
+    if max_gb == 0 or settings.num_ranks > 1 or settings.draft_model is not None:
+        return None
+    if max_gb is None and device.type == "cuda":
+        return None
+    num_bytes = num_blocks * block_bytes
+    if max_gb is None:
+        max_bytes = max(num_bytes, device_total_bytes(device))
+    elif (max_bytes := int(max_gb * _GIB)) < num_bytes:
+        raise ModelError(
+            f"max-kv-memory-gb is {max_gb}; the KV memory has {num_bytes / _GIB:.3f} GiB at first"
+        )
+    max_bytes = min(max_bytes, max(num_blocks, _MAX_BLOCKS) * block_bytes)
+    try:
+        chunks = _reserve(device, max_bytes)
+    except (OutOfMemoryError, VirtualMemoryError) as error:
+        if max_gb is not None:
+            raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
+        _log.warning("the KV pool cannot be resized", reason=str(error))
+        return None
+    try:
+        return ElasticMemory(chunks, num_bytes)
+    except OutOfMemoryError as error:
+        raise NoRoomError(f"KV memory is {num_bytes / _GIB:.3f} GiB: {error}") from error
+    except VirtualMemoryError as error:
+        raise ModelError(f"max-kv-memory-gb is {max_gb}: {error}") from error
+
+
+def _reserve(device: torch.device, max_bytes: int) -> Chunks:
+    if device.type == "cuda":
+        return CudaChunks(load_driver(), device, max_bytes)
+    return CpuChunks(max_bytes, available_bytes)

@@ -1,0 +1,110 @@
+"""Builds the host and disk tiers of KV memory, with sizes and codecs from the settings."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.kv.codecs.lossless import LosslessCodec
+from gpu_worker.kv.codecs.names import CodecSpec
+from gpu_worker.kv.codecs.quantized import QuantizedCodec
+from gpu_worker.kv.codecs.records import MeteredRecords, QuantizedRecords, RecordCodec
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.disk_file import DiskFile
+from gpu_worker.kv.disk_pool import DiskPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.kv_memory import free_host_kv_bytes
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class LowerTiers:
+    """The pools of host and disk; None if there is no such tier."""
+
+    host_pool: HostPool | None = None
+    disk_pool: DiskPool | None = None
+
+    @property
+    def num_host_blocks(self) -> int:
+        return 0 if self.host_pool is None else self.host_pool.num_blocks
+
+    @property
+    def num_disk_blocks(self) -> int:
+        return 0 if self.disk_pool is None else self.disk_pool.num_blocks
+
+
+def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig) -> LowerTiers:
+    """Allocate the tiers.
+
+    Raises:
+        ModelError: The disk has not enough room, or there is a disk tier without a host tier.
+    """
+    host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtypes[0])
+    host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
+    num_bytes = free_host_kv_bytes(pool.device)
+    if settings.host_kv_memory_gb is not None:
+        num_bytes = int(settings.host_kv_memory_gb * _GIB)
+    if num_host_blocks := num_bytes // host_block_bytes:
+        host_pool = HostPool(
+            pool.blocks_as_bytes,
+            num_host_blocks,
+            codec=host_codec,
+            has_checksums=settings.kv_checksum,
+        )
+        return LowerTiers(host_pool, _open_disk_pool(settings, host_pool, pool, config))
+    if settings.disk_kv_memory_gb:
+        raise ModelError(
+            f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}, but there are no host blocks, "
+            "through which KV gets to the disk: set host-kv-memory-gb"
+        )
+    return LowerTiers()
+
+
+def _open_disk_pool(
+    settings: WorkerSettings, host_pool: HostPool, pool: KvPool, config: ModelConfig
+) -> DiskPool | None:
+    num_bytes = int(settings.disk_kv_memory_gb * _GIB)
+    block_bytes = host_pool.blocks.shape[1]
+    codec = _record_codec(settings, block_bytes, pool, config)
+    num_blocks = num_bytes // DiskFile.extent_bytes(block_bytes, codec)
+    if not num_blocks:
+        return None
+    directory = settings.disk_kv_dir
+    try:
+        room = os.statvfs(directory)
+        if num_bytes > (free_bytes := room.f_bavail * room.f_frsize):
+            raise ModelError(
+                f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}; {directory} has "
+                f"{free_bytes / _GIB:.1f} GiB free"
+            )
+        return DiskPool(host_pool.blocks, num_blocks, directory, codec)
+    except OSError as error:
+        raise ModelError(f"disk-kv-dir is {directory}: {error.strerror}") from error
+
+
+def _record_codec(
+    settings: WorkerSettings, block_bytes: int, pool: KvPool, config: ModelConfig
+) -> RecordCodec | None:
+    """The codec of the disk, on top of the host's."""
+    spec, host = settings.disk_codec, settings.host_codec
+    if spec.is_lossless:
+        itemsize = 1 if host.is_quantized else pool.layout.itemsize
+        return MeteredRecords(LosslessCodec(spec, block_bytes, itemsize), spec)
+    if spec.is_quantized and not host.is_quantized:
+        num_parts = 2 * config.num_layers
+        part = _quantized(spec, block_bytes // num_parts, config, pool.layout.dtypes[0])
+        assert part is not None, "the codec is quantized"
+        return MeteredRecords(QuantizedRecords(part, num_parts), spec)
+    return None
+
+
+def _quantized(
+    spec: CodecSpec, block_bytes: int, config: ModelConfig, dtype: torch.dtype
+) -> QuantizedCodec | None:
+    if not spec.is_quantized:
+        return None
+    return QuantizedCodec(spec, block_bytes, config.head_dim, dtype)

@@ -1,0 +1,360 @@
+"""Loads one rank's part of a model: its weights, its KV memory, and its executor."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import structlog
+import torch
+
+from contract.limits import Limits
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
+from gpu_worker.loading import kv_memory, measure
+from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.kv_memory import open_pool_memory
+from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.registry import open_model
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.parallel.member import Member
+from gpu_worker.parallel.place import Place
+from gpu_worker.sampling.grammars import StructuredOutput
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.speculative.draft_model import DraftModel, load_draft_model
+from gpu_worker.speculative.drafter import Drafter
+from gpu_worker.speculative.ngram import NgramDrafter
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
+from gpu_worker.step.executor import Executor
+from gpu_worker.step.model_runner import Decoder
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.quantized_linear import Quantization
+
+_GIB = 1024**3
+_DEFAULT_TOKENS = 2048
+"""Tokens of one step."""
+_CPU_SATURATING_TOKENS = 512
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """See `WorkerInfo`; 0: not measured."""
+
+    swap_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """One rank's part of a model, and the facts about the whole model."""
+
+    executor: Executor
+    device: torch.device
+    num_threads: int
+    tiers: LowerTiers
+    has_structured_output: bool
+    limits: Limits
+    """The same in every rank."""
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    block_bytes: int
+    """Bytes of a block, summed over all ranks."""
+    max_num_blocks: int | None
+    """Most blocks that the pool can be resized to; None: its size is fixed."""
+    rates: Rates
+    """Of all ranks together."""
+    load_adapter: Callable[[str, Path], Adapter]
+    """Loads an adapter, given its name and directory; raises ModelError."""
+
+
+def load_part(
+    member: Member,
+    report: Callable[[str, float | None], None],
+    meet: Callable[[Place, torch.device], Ranks | None],
+) -> ModelPart:
+    """Load this rank's part of the model. All ranks do this at the same time.
+
+    Args:
+        member: Which rank this is, and its settings.
+        report: Called with status and progress; an error that it raises ends the load.
+        meet: Connects the ranks, once this one knows that it can serve the settings; returns None
+            if there are no others.
+
+    Raises:
+        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+    """
+    with ExitStack() as undo:
+        part = _load_part(member, report, meet, undo)
+        undo.pop_all()
+    return part
+
+
+def _load_part(
+    member: Member,
+    report: Callable[[str, float | None], None],
+    meet: Callable[[Place, torch.device], Ranks | None],
+    undo: ExitStack,
+) -> ModelPart:
+    settings, place = member.settings, member.place
+    device = pick_device(settings.device, member.number)
+    num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    quantization = Quantization(settings.quantization) if settings.quantization else None
+    is_dummy = settings.load_format == "dummy"
+    if is_dummy:
+        _log.warning("load-format is dummy: weights are random, and what the model says nonsense")
+    source = open_model(
+        settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
+    )
+    config, local_config = source.config, source.local_config
+    dtype = pick_dtype(settings.dtype, config, device)
+    dtypes = _kv_dtypes(settings, config, dtype, place)
+    load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
+    adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
+    limits = replace(
+        _limits(settings, config, device),
+        adapters={adapter.id: number for number, adapter in adapters.items()},
+    )
+    ranks = meet(place, device)
+    report("loading weights", 0.0)
+    model = source.load(dtype, device, lambda done: report("loading weights", done), ranks)
+    report("making room for KV", None)
+    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
+    draft_model = None
+    if settings.draft_model is not None:
+        directories = settings.draft_model, settings.model
+        draft_model = load_draft_model(*directories, limits, dtype, device)
+    num_blocks = _num_blocks(
+        settings, model, local_config, limits, dtypes, device, ranks, draft_model
+    )
+    if ranks is not None:
+        num_blocks = int(ranks.least(num_blocks)[0])
+    pool_memory = open_pool_memory(
+        settings, num_blocks, block_bytes(local_config, settings.block_size, dtypes), device
+    )
+    pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device, pool_memory)
+    undo.callback(pool.close)
+    eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+    tiers = open_lower_tiers(settings, pool, local_config)
+    num_host_blocks = tiers.num_host_blocks
+    if ranks is not None:
+        num_host_blocks = int(ranks.least(num_host_blocks)[0])
+    limits = replace(
+        limits,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=tiers.num_disk_blocks,
+    )
+    if tiers.disk_pool is not None:
+        undo.callback(tiers.disk_pool.close)
+    structured = None
+    if place.rank == 0:  # rank 0 samples
+        structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
+    executor = Executor(
+        model,
+        pool,
+        limits,
+        eos_token_ids,
+        device,
+        host_pool=tiers.host_pool,
+        disk_pool=tiers.disk_pool,
+        structured=structured,
+        ranks=ranks,
+        drafter=_drafter(settings, limits, draft_model),
+        adapters=adapters,
+    )
+    if _has_graphs(settings, device):
+        _capture_graphs(executor, CudaGraphs(device), report)
+    measured = Rates()
+    if num_host_blocks:
+        report("measuring", None)
+        measured = _measure(settings, executor, limits, tiers, pool)
+    if ranks is not None:
+        measured, bytes_per_block = _rates_of_all(measured, bytes_per_block, ranks)
+    return ModelPart(
+        executor=executor,
+        limits=limits,
+        eos_token_ids=eos_token_ids,
+        device=device,
+        dtype=dtype,
+        num_threads=num_threads,
+        block_bytes=bytes_per_block,
+        max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
+        tiers=tiers,
+        rates=measured,
+        has_structured_output=structured is not None,
+        load_adapter=load_one,
+    )
+
+
+def _drafter(
+    settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
+) -> Drafter | None:
+    """The drafter that guesses tokens, if any."""
+    if draft_model is not None:
+        return draft_model.drafter(settings.num_draft_tokens, limits)
+    if settings.speculative == "ngram":
+        return NgramDrafter(settings.num_draft_tokens, settings.ngram_min, settings.ngram_max)
+    return None
+
+
+def _structured_output(
+    directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+) -> StructuredOutput | None:
+    """The model's grammars; None, with a warning, if it cannot follow any."""
+    if not eos_token_ids:
+        _log.warning("no structured output: the model has no end-of-sequence token")
+        return None
+    try:
+        return StructuredOutput(
+            directory / "tokenizer.json",
+            vocab_size,
+            eos_token_ids,
+            device,
+            is_beside=device.type != "cpu",
+        )
+    except (OSError, ValueError) as error:
+        _log.warning("no structured output: tokenizer.json cannot be used", error=str(error))
+        return None
+
+
+def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
+    """Whether decode steps should replay graphs.
+
+    Not on several devices, which communicate within a step. Not with guesses: most sequences then
+    have several tokens per step.
+    """
+    if settings.num_ranks > 1 or settings.speculative is not None:
+        return False
+    return device.type == "cuda" and not settings.enforce_eager
+
+
+def _capture_graphs(
+    executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
+) -> None:
+    """Capture graphs for decode steps. If that fails, log a warning and go on without."""
+    start_s = time.monotonic()
+    try:
+        executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
+    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+        report("going on without CUDA graphs", None)  # raises if reporting has failed
+        _log.warning("decode steps run without CUDA graphs", exc_info=error)
+    else:
+        _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
+    torch.cuda.empty_cache()  # used by the runs before the captures
+
+
+def _measure(
+    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
+) -> Rates:
+    """Measure this rank's rates; there are host blocks."""
+    assert tiers.host_pool is not None
+    swap_bytes_per_s = measure.swap_bytes_per_s(tiers.host_pool, pool)
+    prefill_tokens_per_s = measure.prefill_tokens_per_s(executor, limits)
+    disk_bytes_per_s = 0.0
+    if tiers.disk_pool is not None:
+        try:
+            disk_bytes_per_s = measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        except OSError as error:
+            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
+    return Rates(swap_bytes_per_s, prefill_tokens_per_s, disk_bytes_per_s)
+
+
+def _rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
+    """The rates of all ranks together (the slowest counts), and the bytes of a block in all.
+
+    There is no disk tier.
+    """
+    total_bytes = ranks.total(block_bytes)[0]
+    blocks_per_s, prefill_tokens_per_s = ranks.least(
+        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
+    )
+    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
+
+
+def _kv_dtypes(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
+) -> KvDtypes:
+    """Storage dtypes of this rank's layers."""
+    skip_layers = settings.kv_skip_layers
+    if skip_layers and max(skip_layers) >= config.num_layers:
+        raise ModelError(
+            f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
+            f"{settings.model_id} are 0 to {config.num_layers - 1}"
+        )
+    layers = place.layers(config.num_layers)
+    local = {layer - layers.start for layer in skip_layers if layer in layers}
+    return kv_dtypes(settings.kv_cache_dtype, local, dtype, len(layers))
+
+
+def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
+    """The limits, without `num_blocks`, which follows from them.
+
+    On a CPU a 125M model's decode step is bound by reading weights up to about 64 rows; more would
+    only slow each other down. All prompts of a step together get 2048 tokens, so that short prompts
+    that arrive together begin to decode together; where that takes long, the scheduler sends fewer.
+    From 512 tokens a CPU is bound by arithmetic.
+    """
+    is_gpu = device.type == "cuda"
+    max_model_len = settings.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
+            f"{config.max_model_len}"
+        )
+    # If one is set, it bounds the other's default.
+    max_num_seqs = settings.max_num_seqs or min(
+        256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
+    )
+    max_num_batched_tokens = settings.max_num_batched_tokens or max(_DEFAULT_TOKENS, max_num_seqs)
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_saturating_tokens=(
+            None if is_gpu else min(_CPU_SATURATING_TOKENS, max_num_batched_tokens)
+        ),
+        num_blocks=0,
+        block_size=settings.block_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _num_blocks(
+    settings: WorkerSettings,
+    model: Decoder,
+    config: ModelConfig,
+    limits: Limits,
+    dtypes: KvDtypes,
+    device: torch.device,
+    ranks: Ranks | None,
+    draft_model: DraftModel | None,
+) -> int:
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if settings.kv_cache_memory_gb is not None:
+        num_bytes = int(settings.kv_cache_memory_gb * _GIB)
+    elif device.type == "cuda":
+        num_bytes = kv_memory.free_gpu_kv_bytes(
+            model,
+            config,
+            limits,
+            dtypes,
+            device,
+            settings.gpu_memory_utilization,
+            ranks,
+            has_graphs=_has_graphs(settings, device),
+        )
+    else:
+        num_bytes = kv_memory.free_cpu_kv_bytes()
+    bytes_per_block = block_bytes(config, settings.block_size, dtypes)
+    if draft_model is not None:
+        bytes_per_block += draft_model.block_bytes(settings.block_size)
+    return kv_memory.blocks_in(num_bytes, bytes_per_block)

@@ -1,0 +1,182 @@
+"""Loads a worker's model and starts its step loop: the parts of the worker that need torch."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
+from gpu_worker import metrics
+from gpu_worker.loading.device import device_name
+from gpu_worker.loading.rank_model import ModelPart, load_part
+from gpu_worker.loop import StepLoop
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.memory.available import device_available_bytes
+from gpu_worker.memory.watch import MemoryMonitor, watch_device
+from gpu_worker.operations import AdapterLoader
+from gpu_worker.parallel.collectives import Ranks, find_store, open_store
+from gpu_worker.parallel.leader import Leader
+from gpu_worker.parallel.leading_executor import LeadingExecutor
+from gpu_worker.parallel.member import Member
+from gpu_worker.parallel.place import Place
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.step.executor import Executor
+from gpu_worker.weights.json_fields import ModelError
+
+_GIB = 1024**3
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that is ready to serve. It holds device memory until `steps` have stopped."""
+
+    info: WorkerInfo
+    steps: StepLoop
+    memory: MemoryMonitor
+    load_adapter: AdapterLoader
+
+
+def load(
+    settings: WorkerSettings,
+    report: Callable[[str, float | None], None],
+    event_loop: asyncio.AbstractEventLoop,
+    leader: Leader | None = None,
+) -> LoadedModel:
+    """Load the model of `settings`; calls `report` with status and progress.
+
+    An error raised by `report` ends the load. `leader` has the other ranks if the model is on
+    several devices.
+
+    Raises:
+        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
+    """
+
+    def meet(place: Place, device: torch.device) -> Ranks | None:
+        if leader is None:
+            return None
+        store, port = open_store(settings.master_addr)
+        leader.gather(report, {"store_port": port})
+        return Ranks(place, store, device)
+
+    member = Member(settings) if leader is None else leader.member
+    loaded = load_part(member, report, meet)
+    info = _describe(settings, loaded)
+    _tell(settings, loaded, info)
+    shares = settings.memory_warning_share, settings.memory_critical_share
+    memory_monitor = watch_device(loaded.device, *shares)
+    executor = loaded.executor
+    steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
+    return LoadedModel(info, steps, memory_monitor, _load_adapter(settings, loaded.load_adapter))
+
+
+def _load_adapter(
+    settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
+) -> AdapterLoader:
+    """The loader of LoRA adapters, with errors for the caller."""
+    if (obstacle := settings.adapter_obstacle) is not None:
+        return refuse_adapters(obstacle)
+
+    def load(name: str, directory: Path) -> Adapter:
+        try:
+            return load_one(name, directory)
+        except ModelError as error:
+            raise InvalidArgumentError("directory", f"is {directory}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise FailedPreconditionError(
+                f"LoRA adapter {name!r}: the device has no memory for it"
+            ) from error
+
+    return load
+
+
+def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
+    limits, measured = loaded.limits, loaded.rates
+    host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
+    name = device_name(loaded.device)
+    return WorkerInfo(
+        worker_id=settings.worker_id,
+        device=name if num_ranks == 1 else f"{num_ranks} x {name}",
+        model_id=settings.model_id,
+        limits=limits,
+        eos_token_ids=loaded.eos_token_ids,
+        block_bytes=loaded.block_bytes,
+        swap_bytes_per_s=measured.swap_bytes_per_s,
+        prefill_tokens_per_s=measured.prefill_tokens_per_s,
+        structured_output=loaded.has_structured_output,
+        disk_bytes_per_s=measured.disk_bytes_per_s,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        host_block_bytes=host_pool.blocks.shape[1] if host_pool is not None else 0,
+        kv_dtype=settings.kv_dtype,
+        host_codec=str(settings.host_codec),
+        num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
+        takes_kv=num_ranks == 1,
+        max_num_blocks=loaded.max_num_blocks,
+        min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
+        host_is_device_memory=loaded.device.type == "cpu",
+        can_unload=num_ranks == 1,
+        instance_id=new_instance_id(),
+    )
+
+
+def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
+    """Write metrics and log what is served."""
+    limits, device = info.limits, loaded.device
+    metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
+    metrics.MEMORY_AVAILABLE.set_function(lambda: device_available_bytes(device))
+    _log.info(
+        "loaded",
+        model=info.model_id,
+        device=info.device,
+        dtype=info.dtype,
+        quantization=settings.quantization,
+        kv_dtype=info.kv_dtype,
+        adapters=[adapter.name for adapter in limits.adapters],
+        num_threads=loaded.num_threads,
+        max_model_len=limits.max_model_len,
+        num_blocks=limits.num_blocks,
+        kv_tokens=limits.num_blocks * limits.block_size,
+        max_num_blocks=info.max_num_blocks,
+        kv_gib=round(limits.num_blocks * info.block_bytes / _GIB, 3),
+        num_host_blocks=limits.num_host_blocks,
+        num_disk_blocks=limits.num_disk_blocks,
+        swap_gb_per_s=round(info.swap_bytes_per_s / 1e9, 3),
+        disk_gb_per_s=round(info.disk_bytes_per_s / 1e9, 3),
+        prefill_tokens_per_s=round(info.prefill_tokens_per_s),
+    )
+    if limits.num_blocks < limits.max_blocks_per_row:
+        _log.warning(
+            "a sequence of max_model_len does not fit the KV memory",
+            max_model_len=limits.max_model_len,
+            kv_tokens=limits.num_blocks * limits.block_size,
+        )
+
+
+def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits]:
+    """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
+
+    Raises:
+        ModelError: As `load`.
+    """
+    address = member.settings.master_addr
+
+    def meet(place: Place, device: torch.device) -> Ranks:
+        return Ranks(place, find_store(address, welcome["store_port"]), device)
+
+    loaded = load_part(member, lambda *_: None, meet)
+    return loaded.executor, loaded.limits
+
+
+def refuse_adapters(obstacle: str) -> AdapterLoader:
+    """A loader that refuses: the worker cannot have adapters."""
+
+    def load(name: str, directory: Path) -> "Adapter":  # noqa: ARG001
+        raise UnimplementedError(f"LoRA adapter {name!r}: the worker was started with {obstacle}")
+
+    return load

@@ -1,0 +1,248 @@
+"""Loads LoRA adapters from directories that PEFT writes; refuses by name what is not supported.
+
+Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
+ranks of maps that are fused into one, together.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from contract.lora import LoraAdapter
+from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps, native_adapter
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, LlamaConfig
+from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+from gpu_worker.weights.linear import make_linear
+
+CONFIG_FILE: Final = "adapter_config.json"
+
+_HONOURED: Final = frozenset(
+    {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules"}
+    | {"init_lora_weights"}
+)
+_OF_TRAINING: Final = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "revision", "peft_version"}
+    | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
+    | {"qalora_group_size"}
+)
+"""Fields without effect once an adapter is trained, or only together with one that is refused.
+
+Any other field is accepted only with a neutral value, so that a LoRA variant newer than this file
+is refused, not mistaken for LoRA.
+"""
+_NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
+_HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the model's own weights unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The parsed adapter_config.json."""
+
+    path: Path
+    rank: int
+    """Rows of each A, columns of each B."""
+    scale: float
+    """Multiplies B A."""
+    target_modules: tuple[str, ...] | None
+    """Name endings of the adapted maps; None: the tensors alone tell."""
+
+
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """Read an adapter's config.
+
+    Raises:
+        ModelError: It is missing or malformed, or asks for something unsupported.
+    """
+    fields = read_json(directory / CONFIG_FILE)
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise fields.error("peft_type", f"is {kind!r}; supported is LORA")
+    if (task := fields.get("task_type")) not in {None, "CAUSAL_LM"}:
+        raise fields.error("task_type", f"is {task!r}; supported is CAUSAL_LM")
+    for name, value in fields.values.items():
+        if name not in _HONOURED | _OF_TRAINING and value not in _NEUTRAL:
+            raise fields.error(name, f"is {value!r}, which is not supported")
+    if (start := fields.get("init_lora_weights")) not in _HARMLESS_STARTS:
+        raise fields.error(
+            "init_lora_weights",
+            f"is {start!r}, which has changed the model's own weights, too: that is not supported",
+        )
+    rank = fields.positive_int("r")
+    divisor = math.sqrt(rank) if fields.boolean("use_rslora", default=False) else rank
+    return AdapterConfig(
+        path=fields.path,
+        rank=rank,
+        scale=fields.number("lora_alpha") / divisor,
+        target_modules=_target_modules(fields),
+    )
+
+
+def _target_modules(fields: JsonFields) -> tuple[str, ...] | None:
+    value = fields.get("target_modules")
+    if isinstance(value, str) and value:
+        return None  # a regular expression, or "all-linear"
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise fields.error(
+            "target_modules", f"is {value!r}; it must be names of modules, or an expression"
+        )
+    return tuple(value)
+
+
+_WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_PICKLED: Final = "adapter_model.bin"
+_PREFIX: Final = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_MAX_NAMES_SHOWN: Final = 5
+
+
+def load_adapter(
+    name: str, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """Load a model's adapter. Steps may run at the same time.
+
+    Args:
+        name: The name that requests use.
+        directory: Where the adapter is.
+        model: The model that it is for.
+        dtype: Of weights and activations.
+        device: Where to put it.
+
+    Raises:
+        ModelError: The model's implementation supports no adapters; a file is missing or damaged;
+            the adapter asks for something unsupported, or its tensors do not fit the model; or the
+            files changed while they were read.
+    """
+    if not isinstance(model, LlamaConfig):
+        raise ModelError(
+            f"{model.architecture} runs without LoRA adapters; they are supported for"
+            f" {', '.join(LLAMA_ARCHITECTURES)} in our own implementation"
+        )
+    digest = _digest(directory)
+    config = read_adapter_config(directory)
+    path = directory / _WEIGHTS_FILE
+    layers = [tuple(adapted_maps(model, index)) for index in range(model.num_layers)]
+    modules = [module for maps in layers for of in maps for module, _ in of.modules]
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            adapted = _adapted_modules(path, frozenset(file.keys()), config, modules)
+            loaded = tuple(
+                {
+                    of.name: _low_rank_map(path, file, of, adapted, config, dtype, device)
+                    for of in maps
+                    if adapted & {module for module, _ in of.modules}
+                }
+                for maps in layers
+            )
+    except (OSError, SafetensorError) as error:
+        if (directory / _PICKLED).exists() and not path.exists():
+            raise ModelError(
+                f"{directory / _PICKLED} is a pickle, which can run code as it loads; only"
+                " safetensors is read: convert it"
+            ) from error
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+    if digest is None or _digest(directory) != digest:
+        raise ModelError(f"{directory} has changed while it was read: load it again")
+    of = LoraAdapter(name, digest, str(directory.absolute()))
+    return Adapter(of, loaded, native_adapter(loaded))
+
+
+def _adapted_modules(
+    path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
+) -> frozenset[str]:
+    """The modules that the file has matrices for; must be exactly those of the config."""
+    known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
+    if unknown := sorted(names - known.keys()):
+        raise ModelError(
+            f"{path} has {_some(unknown)}; supported are matrices for {_last_names(modules)} of the"
+            " model's layers"
+        )
+    wanted = {known[name] for name in names}
+    for target in config.target_modules or ():
+        matched = {m for m in modules if m == target or m.endswith(f".{target}")}
+        if not matched:
+            raise ModelError(
+                f"{config.path}: target_modules has {target!r}; supported are"
+                f" {_last_names(modules)}"
+            )
+        wanted |= matched
+    if missing := sorted({_PREFIX + m + part for m in wanted for part in (_A, _B)} - names):
+        raise ModelError(f"{path} lacks {_some(missing)}")
+    if not wanted:
+        raise ModelError(f"{path} has no tensors")
+    return frozenset(wanted)
+
+
+def _low_rank_map(
+    path: Path,
+    file: Any,
+    of: AdaptedMap,
+    adapted: frozenset[str],
+    config: AdapterConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LowRankMap:
+    """One pair for a fused map: the As stacked, `[R, K]`, the Bs on a diagonal, `[N, R]`.
+
+    R is made even with a rank of zeros: our own kernel takes pairs.
+    """
+    rank = config.rank
+    num_ranks = rank * sum(module in adapted for module, _ in of.modules)
+    num_ranks += num_ranks % 2
+    down = torch.zeros(num_ranks, of.num_in)
+    up = torch.zeros(sum(num_out for _, num_out in of.modules), num_ranks)
+    first_rank = first_out = 0
+    for module, num_out in of.modules:
+        if module in adapted:
+            ranks = slice(first_rank, first_rank + rank)
+            down[ranks] = _tensor(path, file, module + _A, (rank, of.num_in))
+            b = _tensor(path, file, module + _B, (num_out, rank))
+            up[first_out : first_out + num_out, ranks] = b.float() * config.scale
+            first_rank += rank
+        first_out += num_out
+    return LowRankMap(
+        make_linear(down.to(device, dtype), None), make_linear(up.to(device, dtype), None)
+    )
+
+
+def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(_PREFIX + name)
+    if tuple(tensor.shape) != shape:
+        raise ModelError(
+            f"{path}: {_PREFIX}{name} has shape {list(tensor.shape)}; {CONFIG_FILE} and the model"
+            f" make it {list(shape)}"
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < torch.bfloat16.itemsize:
+        raise ModelError(
+            f"{path}: {_PREFIX}{name} has dtype {tensor.dtype}; it must be a floating point of 16"
+            " bits or more"
+        )
+    return tensor
+
+
+def _digest(directory: Path) -> bytes | None:
+    """SHA-256 of both files; None if one cannot be read: reading it later tells why."""
+    digest = hashlib.sha256()
+    try:
+        for name in (CONFIG_FILE, _WEIGHTS_FILE):
+            with (directory / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError:
+        return None
+    return digest.digest()
+
+
+def _last_names(modules: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    more = len(names) - _MAX_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,1 +1,0 @@
-"""Decoders of `transformers` that have no implementation of ours, over paged attention."""

@@ -1,0 +1,227 @@
+"""Finds the implementation for a model directory: one of ours, transformers', or the user's."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from gpu_worker.models.config import ModelConfig, read_architecture
+from gpu_worker.models.llama import build_llama
+from gpu_worker.models.llama_config import (
+    LLAMA_ARCHITECTURES,
+    read_llama_config,
+    split_llama_config,
+)
+from gpu_worker.models.neox import build_neox
+from gpu_worker.models.neox_config import read_neox_config, split_neox_config
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.parallel.place import Place
+from gpu_worker.step.model_runner import Decoder
+from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+from gpu_worker.weights.quantized_linear import Quantization
+from gpu_worker.weights.reader import Weights, draw_weights, load_weights
+from gpu_worker.weights.stored_format import read_stored_format
+
+_TRANSFORMERS: Final = "transformers"
+
+
+class ModelSource(Protocol):
+    """A model directory, and how to load it."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What is known of the model before its weights are read."""
+
+    @property
+    def local_config(self) -> ModelConfig:
+        """The same for this rank's part, if the model is on several devices."""
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
+    ) -> Decoder:
+        """Read the weights and build the model.
+
+        Args:
+            dtype: Of weights and activations.
+            device: Where to put them.
+            progress: Called with the fraction of weights read, up to 1.
+            ranks: The devices that share the model; None: this device only.
+
+        Raises:
+            ModelError: The checkpoint is missing, damaged, or does not fit the model.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """An implementation: two functions, or a user's class that has both."""
+
+    read_config: Callable[[JsonFields], ModelConfig]
+    build: Callable[[Any, Weights], Decoder]
+    """Takes the result of `read_config`."""
+    split_config: Callable[[Any, Place], ModelConfig] | None = None
+    """Reduces that to one rank's part; None: one device only."""
+
+
+_LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
+_NATIVE: Final = {
+    **dict.fromkeys(
+        LLAMA_ARCHITECTURES, _Family(read_llama_config, build_llama, split_llama_config)
+    ),
+    "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
+}
+
+
+class _CheckpointSource:
+    """A model built from the tensors of its checkpoint."""
+
+    def __init__(
+        self,
+        directory: Path,
+        fields: JsonFields,
+        family: _Family,
+        quantization: Quantization | None,
+        place: Place,
+        *,
+        is_dummy: bool,
+    ) -> None:
+        self.config = self.local_config = family.read_config(fields)
+        if family.split_config is not None:
+            self.local_config = family.split_config(self.config, place)
+        elif place.num_ranks > 1:
+            raise _not_shared(f"a model-class of yours, {self.config.architecture},", place)
+        self._stored = read_stored_format(fields)
+        if quantization is not None and self._stored is not None:
+            raise fields.error(
+                "quantization_config",
+                f"is set, and quantization is {quantization.value}; weights that are quantized"
+                " already are taken as they are: leave it out",
+            )
+        self._is_dummy = is_dummy
+        self._quantization = quantization
+        self._directory = directory
+        self._family = family
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
+    ) -> Decoder:
+        if self._quantization is not None and device.type != "cpu":
+            raise ModelError(
+                f"quantization is {self._quantization.value}; the device is {device}, and it is"
+                " supported on cpu alone"
+            )
+
+        def build(weights: Weights) -> Decoder:
+            return self._family.build(self.config, weights)
+
+        if self._is_dummy:
+            return draw_weights(build, dtype, device, self._quantization, ranks)
+        return load_weights(
+            self._directory,
+            self.config.architecture,
+            build,
+            dtype,
+            device,
+            progress,
+            self._quantization,
+            ranks,
+            self._stored,
+        )
+
+
+def open_model(
+    directory: Path,
+    model_class: str = "",
+    quantization: Quantization | None = None,
+    place: Place = Place(),  # noqa: B008 - it never changes
+    *,
+    is_dummy: bool = False,
+) -> ModelSource:
+    """Find the implementation for a model directory, and read its config.
+
+    Args:
+        directory: A Hugging Face directory.
+        model_class: The setting of that name.
+        quantization: How to quantize the weights; None: not at all.
+        place: Which part of the model to load.
+        is_dummy: Whether to draw random weights instead of reading them.
+
+    Raises:
+        ModelError: A file or field is missing, malformed, or asks for something unsupported, or
+            there is no such class.
+    """
+    fields = read_json(directory / "config.json")
+    if model_class and model_class != _TRANSFORMERS:
+        family = _import_family(model_class)
+        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
+    architecture = read_architecture(fields)
+    if model_class != _TRANSFORMERS and architecture in _NATIVE:
+        family = _NATIVE[architecture]
+        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
+    if is_dummy:
+        raise ModelError(
+            f"load-format is dummy; {architecture} is run by transformers' model, and it is"
+            f" supported for {', '.join(_NATIVE)}"
+        )
+    if fields.get("quantization_config") is not None:
+        raise fields.error(
+            "quantization_config",
+            f"is set; {architecture} is run by transformers' model, and quantized checkpoints are"
+            f" supported for {', '.join(_NATIVE)}",
+        )
+    if quantization is not None:
+        raise ModelError(
+            f"quantization is {quantization.value}; {architecture} is run by transformers' model,"
+            f" and it is supported for {', '.join(_NATIVE)}"
+        )
+    if place.num_ranks > 1:
+        raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
+    try:
+        # Imported here: it takes seconds, and few workers need it.
+        from gpu_worker.models.transformers_model import TransformersSource  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise fields.error(
+            "architectures",
+            f"names {architecture}; without the package transformers supported are"
+            f" {', '.join(_NATIVE)}; with it (pip install 'quire[transformers]') most decoders",
+        ) from error
+    return TransformersSource(directory, fields)
+
+
+def _not_shared(what: str, place: Place) -> ModelError:
+    flag, size = "tensor-parallel-size", place.tensor_size
+    if size == 1:
+        flag, size = "pipeline-parallel-size", place.pipeline_size
+    return ModelError(
+        f"{flag} is {size}; {what} runs on one device alone, and several are supported for"
+        f" {', '.join(_NATIVE)}"
+    )
+
+
+def _import_family(path: str) -> _Family:
+    module_name, _, class_name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"model-class is {path!r}, which is to be package.module:Class; it cannot be"
+            f" imported: {error}"
+        ) from error
+    lacking = [name for name in ("read_config", "forward", "logits") if not hasattr(found, name)]
+    if not isinstance(found, type) or lacking:
+        what = f"has no {', '.join(lacking)}" if lacking else "is no class"
+        raise ModelError(f"model-class is {path!r}; it {what}")
+    return _Family(found.read_config, found)  # type: ignore[attr-defined]

@@ -1,0 +1,265 @@
+"""How a model of `transformers` attends: found out by running it once without weights.
+
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+
+from gpu_worker.weights.json_fields import ModelError
+
+MaskFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | bool
+]
+"""Whether the query sees the key, by index of batch, head, query and key; elementwise."""
+
+
+def read_window(sees: MaskFunction, num_positions: int) -> int | None:
+    """How many tokens a token sees by this mask, itself included; None: all before it.
+
+    Computes only a few rows of the mask, so `num_positions` may be large.
+
+    Raises:
+        ModelError: The mask is neither causal nor a sliding window, or depends on the tokens.
+    """
+    positions = torch.arange(num_positions, device="cpu")
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    last = num_positions - 1
+    window: int | None = None
+    for query in (last, max(0, last - 1), last // 2, 0):
+        try:
+            seen = torch.as_tensor(sees(zero, zero, positions[query], positions), device="cpu")
+            visible = seen.expand(num_positions)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise ModelError(f"its masks depend on what they are for: {error}") from error
+        if query == last:
+            num_visible = int(visible.sum())
+            window = num_visible if num_visible < num_positions else None
+        first = 0 if window is None else max(0, query - window + 1)
+        if not torch.equal(visible, (positions >= first) & (positions <= query)):
+            raise ModelError("its masks are neither causal nor a sliding window")
+    return window
+
+
+_numbers = count()
+
+_NUM_TOKENS: Final = 3
+_OWN_ATTENTION: Final = "its attention does not go through transformers' attention interface"
+
+_WITHOUT_EFFECT: Final = frozenset(
+    {
+        "cache_position",
+        "head_mask",
+        "is_causal",  # checked separately
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Arguments that models pass to attention and that have no effect here."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call of attention."""
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    """Of keys; values may have fewer."""
+    window: int | None
+    """None if as long as the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of attention; see `paged_attention`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    """float32[H]."""
+
+
+def register_attention(function: Any) -> str:
+    """Register `function` as an attention of transformers; returns the name that selects it.
+
+    It is called with the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`,
+    the mask (None, because transformers makes none for an attention that it does not know), and
+    options by name. It returns `[1, T, H, D]` and None.
+    """
+    name = f"quire_{next(_numbers)}"
+    AttentionInterface.register(name, function)
+    return name
+
+
+def forget_attention(name: str) -> None:
+    """Unregister an attention, which frees the model that it is a method of."""
+    AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001 - it has no method for that
+
+
+def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions:
+    """The options among the keyword arguments that a model passes to attention."""
+    scale, sinks = given.get("scaling"), given.get("s_aux")
+    return AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=given.get("sliding_window"),
+        softcap=given.get("softcap"),
+        sinks=None if sinks is None else sinks.detach().flatten().float(),
+    )
+
+
+def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[AttentionCall, ...]:
+    """All calls of attention in one forward pass, by layer.
+
+    The model is built on the meta device, where tensors have shapes but no contents. Its masks are
+    checked up to `max_model_len` tokens.
+
+    Raises:
+        ModelError: It attends in a way that paged attention does not support, or not once per
+            layer. The message does not name the model.
+    """
+    recorder = _Recorder(max_model_len)
+    config = copy.deepcopy(config)
+    for rope in batch_dependent_ropes(config):
+        rope["rope_type"] = "default"  # they read positions, which have no contents here
+    name = register_attention(recorder.attend)
+    AttentionMaskInterface.register(name, recorder.mask)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=name, experts_implementation="batched_mm"
+            ).eval()
+            tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
+            model.base_model(
+                input_ids=tokens,
+                position_ids=tokens,
+                # Without it, transformers looks for several sequences in `position_ids`.
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+            )
+    except ModelError:
+        raise
+    except Exception as error:  # any error of its code
+        if error.args == (name,):  # it has its own table of attentions
+            raise ModelError(_OWN_ATTENTION) from error
+        raise ModelError(f"its shapes cannot be found out: {error}") from error
+    layers = sorted(call.layer for call in recorder.calls)
+    if not layers:
+        raise ModelError(_OWN_ATTENTION)
+    if layers != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"of its {config.num_hidden_layers} layers these attend: {layers}; each must, once"
+        )
+    calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
+    _refuse_window_in_mask_only(config, calls, recorder.mask_windows)
+    return calls
+
+
+def _refuse_window_in_mask_only(
+    config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
+) -> None:
+    """Refuse layers whose mask has a window that they do not ask attention for.
+
+    A model may make masks for kinds of layers that it does not have.
+    """
+    layer_types = getattr(config, "layer_types", None) or [None] * len(calls)
+    for call, layer_type in zip(calls, layer_types, strict=True):
+        is_unasked = bool(mask_windows) and call.window not in mask_windows
+        if layer_type == "sliding_attention" and call.window is None:
+            is_unasked = bool(mask_windows - {None})
+        if is_unasked:
+            raise ModelError(
+                f"layer {call.layer} asks attention for window {call.window}, but its masks are"
+                f" for {sorted(mask_windows, key=str)}"
+            )
+
+
+class _Recorder:
+    """An attention, and masks, that record calls and compute nothing."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self.mask_windows: set[int | None] = set()
+        self._max_model_len = max_model_len
+
+    def mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> None:
+        self.mask_windows.add(read_window(mask_function, self._max_model_len))
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **given: Any,
+    ) -> tuple[torch.Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise ModelError(f"{type(module).__name__} has no layer_idx")
+        _refuse_other_attention(f"layer {layer}", module, query, key, value, mask, given)
+        options = read_options(query, given)
+        window = options.window
+        if window is not None and window >= self._max_model_len:
+            window = None
+        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
+        attended = query.new_empty(*query.shape[:3], value.shape[3])
+        return attended.transpose(1, 2), None
+
+
+def _refuse_other_attention(
+    layer: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    given: dict[str, Any],
+) -> None:
+    if mask is not None:
+        raise ModelError(f"{layer} adds a mask or bias of its own to the scores")
+    if not given.get("is_causal", getattr(module, "is_causal", True)):
+        raise ModelError(f"{layer} is not causal")
+    if not query.shape[2] == key.shape[2] == value.shape[2] == _NUM_TOKENS:
+        raise ModelError(f"{layer} attends to something other than the tokens before")
+    if not query.shape[3] == key.shape[3] >= value.shape[3]:
+        raise ModelError(
+            f"{layer} has head dims {query.shape[3]}, {key.shape[3]} and {value.shape[3]} of"
+            " query, key and value"
+        )
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise ModelError(
+            f"{layer} has {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query,"
+            " key and value"
+        )
+    known = _WITHOUT_EFFECT | {"scaling", "sliding_window", "softcap", "s_aux", "dropout"}
+    for name in given.keys() - known:
+        if given[name] is not None:
+            raise ModelError(f"{layer} asks attention for {name}, which is not supported")
+
+
+def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Rotary embeddings of a config that depend on the longest sequence of a batch."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
+    by_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    ropes = by_layer_type if "rope_type" not in parameters else [parameters]
+    return [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]

@@ -1,0 +1,283 @@
+"""Runs any decoder of `transformers` whose attention can be replaced by paged attention.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
+`V` vocabulary.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata, paged_attention
+from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
+from gpu_worker.models.transformers_attention import (
+    AttentionCall,
+    batch_dependent_ropes,
+    forget_attention,
+    read_options,
+    record_calls,
+    register_attention,
+)
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.weights.json_fields import JsonFields, ModelError
+from gpu_worker.weights.linear import Linear, make_linear
+
+
+class TransformersModel:
+    """A decoder, stateless between calls of `forward`. Callers are in `torch.inference_mode()`."""
+
+    def __init__(self) -> None:
+        self._base: Any = None
+        self._head: Any = None
+        self._pool: KvPool | None = None
+        self._metadata: AttentionMetadata | None = None
+
+    def use(self, causal: Any) -> None:
+        """Take over a causal language model whose attention is `attend`. Called once."""
+        for module in causal.modules():
+            _replace_linear(module)
+        self._base = causal.base_model
+        # The head is all that the causal model does with hidden states: scales, caps, biases.
+        setattr(causal, causal.base_model_prefix, _Given())
+        self._head = causal
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Compute a step's tokens; see `llama.Decoder.forward`."""
+        self._pool, self._metadata = pool, metadata
+        try:
+            out = self._base(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            self._pool = self._metadata = None
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return metadata.select(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
+        logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits[0]
+        return logits.float()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,  # [1, H, T, D]
+        key: torch.Tensor,  # [1, HKV, T, D]
+        value: torch.Tensor,  # [1, HKV, T, D]
+        _mask: None,
+        **given: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend for one layer of the current step; see `register_attention`."""
+        assert self._pool is not None, "only `forward` attends"
+        assert self._metadata is not None, "only `forward` attends"
+        options = read_options(query, given)
+        layer: Any = module.layer_idx
+        value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
+        if missing:  # the pool has one head dim for keys and values
+            value = functional.pad(value, (0, missing))
+        # Some models rotate queries and keys in float32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        attended = paged_attention(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self._pool,
+            layer,
+            self._metadata,
+            options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+        heads = attended.view(1, query.shape[2], query.shape[1], -1)
+        return heads[..., :value_dim], None
+
+
+class _Given(nn.Module):
+    """Replaces a causal model's base: returns the hidden states that it is given."""
+
+    def forward(
+        self,
+        input_ids: None = None,  # noqa: ARG002  some pass it by place
+        *,
+        inputs_embeds: torch.Tensor,
+        **_: Any,
+    ) -> "_HiddenStates":
+        return _HiddenStates(last_hidden_state=inputs_embeds)
+
+    @property
+    def decoder(self) -> "_Given":
+        """Itself: some causal models call the decoder inside their base."""
+        return self
+
+
+@dataclass
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """The parts of a base's output that causal models read."""
+
+    router_logits: None = None
+
+
+def _replace_linear(module: nn.Module) -> None:
+    """Make a linear map of transformers compute as ours: faster, and row by row.
+
+    Its weight moves to our map, which may change its layout; the module's own becomes empty.
+    """
+    if type(module) is nn.Linear:
+        weight, bias = module.weight, module.bias
+    elif type(module) is Conv1D:  # GPT-2's linear map, with a transposed weight
+        weight, bias = module.weight.t().contiguous(), module.bias
+    else:
+        return
+    linear: Linear = make_linear(weight.detach(), None if bias is None else bias.detach())
+    module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return linear(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+_LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
+
+
+class TransformersSource:
+    """A model directory that `transformers` can build a causal language model from."""
+
+    def __init__(self, directory: Path, fields: JsonFields) -> None:
+        """Read its config and find out how it attends, without reading weights.
+
+        Raises:
+            ModelError: It is not a decoder, or the KV pool or paged attention cannot serve it.
+        """
+        self._directory = directory
+        architecture = read_architecture(fields)
+        try:
+            self._hf_config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # any error of the config's code
+            raise fields.error("cannot be read", f"by transformers: {error}") from error
+        try:
+            _refuse_config(self._hf_config)
+            max_model_len = _max_model_len(self._hf_config)
+            calls = record_calls(self._hf_config, max_model_len)
+            _refuse_calls(calls)
+        except ModelError as error:
+            raise fields.error("architectures", f"names {architecture}: {error}") from error
+        if hasattr(self._hf_config, "output_router_logits"):
+            self._hf_config.output_router_logits = False  # only for training
+        self.config = self.local_config = ModelConfig(
+            architecture=architecture,
+            vocab_size=self._hf_config.vocab_size,
+            max_model_len=max_model_len,
+            num_layers=len(calls),
+            num_kv_heads=calls[0].num_kv_heads,
+            head_dim=calls[0].head_dim,
+            eos_token_ids=read_eos_token_ids(fields),
+            dtype=read_dtype(fields),
+        )
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+        ranks: Ranks | None = None,
+    ) -> TransformersModel:
+        """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
+        assert ranks is None, "its models are on one device"
+        model = TransformersModel()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        progress(0.0)
+        causal: Any
+        info: dict[str, Any]
+        try:
+            causal, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                self._directory,
+                config=self._hf_config,
+                dtype=dtype,
+                attn_implementation=_register_weakly(model),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{self._directory} cannot be loaded: {error}") from error
+        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            if info[problem]:
+                names = ", ".join(sorted(map(str, info[problem]))[:5])
+                raise ModelError(f"{self._directory} has {problem.replace('_', ' ')}: {names}")
+        model.use(causal.to(device).eval())
+        progress(1.0)
+        return model
+
+
+def _register_weakly(model: TransformersModel) -> str:
+    """Register a model's attention for as long as the model exists."""
+    method = weakref.WeakMethod(model.attend)
+
+    def attend(*args: Any, **options: Any) -> Any:
+        bound = method()
+        assert bound is not None, "the model runs"
+        return bound(*args, **options)
+
+    name = register_attention(attend)
+    weakref.finalize(model, forget_attention, name).atexit = False
+    return name
+
+
+def _refuse_config(config: PreTrainedConfig) -> None:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ModelError("it is no causal language model of transformers")
+    if config.get_text_config() is not config:
+        raise ModelError("it takes more than text")
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ModelError("it has an encoder")
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError("it has state other than keys and values")
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise ModelError(f"it has layers of type {', '.join(sorted(others))}")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ModelError("some of its layers share their keys and values")
+    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+        raise ModelError("it takes no position_ids")
+
+
+def _refuse_calls(calls: tuple[AttentionCall, ...]) -> None:
+    shapes = sorted({(call.num_kv_heads, call.head_dim) for call in calls})
+    if len(shapes) > 1:
+        raise ModelError(f"its layers differ in kv heads or head dim: {shapes}; the pool has one")
+
+
+def _max_model_len(config: PreTrainedConfig) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
+    # Beyond these lengths, rotation would depend on the longest sequence of a batch.
+    ends = [rope.get("original_max_position_embeddings") for rope in batch_dependent_ropes(config)]
+    return min([length, *(int(end) for end in ends if end)])

@@ -1,0 +1,126 @@
+"""Collectives: what ranks exchange while they compute, over `torch.distributed`.
+
+Every rank makes the same calls in the same order. On CUDA they use NCCL and do not wait on the
+host, except those that return values to it; on a CPU they use gloo.
+
+Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
+"""
+
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.nn import functional
+
+from contract.arrays import BoolArray
+from gpu_worker.parallel.place import Place
+from gpu_worker.weights.linear import Linear
+
+
+def open_store(address: str) -> tuple[Store, int]:
+    """Open, at rank 0, the store by which the ranks find each other; also returns its port."""
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((address, 0), family=family)
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def find_store(address: str, port: int) -> Store:
+    """Connect to rank 0's store."""
+    return TCPStore(address, port, wait_for_workers=False)
+
+
+class Ranks:
+    """This rank's connections with its group. Called from one thread at a time."""
+
+    def __init__(self, place: Place, store: Store, device: torch.device) -> None:
+        """Connect; waits until the last rank has come.
+
+        Args:
+            place: This rank's place.
+            store: How the ranks find each other.
+            device: Where this rank computes; the same kind in all ranks.
+        """
+        self.place = place
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.num_ranks,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._host = dist.new_group(backend="gloo") if device.type == "cuda" else None
+        self._stage: dist.ProcessGroup | None = None
+        for first in range(0, place.num_ranks, place.tensor_size):
+            group = dist.new_group(list(range(first, first + place.tensor_size)))
+            if first <= place.rank < first + place.tensor_size:
+                self._stage = group
+
+    def summed(self, part: Linear) -> Linear:
+        """Sum the ranks' partial results: a map `[T, K]` to `[T, N]`, complete in every rank."""
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            out = part(x).contiguous()
+            dist.all_reduce(out, group=self._stage)
+            return out
+
+        return apply
+
+    def joined(self, part: Linear, num_out: int) -> Linear:
+        """Join the ranks' parts of the outputs, split as `Place.vocabulary`, to `num_out`.
+
+        Complete in every rank of the stage.
+        """
+        size = self.place.tensor_size
+        width = -(-num_out // size)
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            own = part(x)  # [S, width], or fewer in the last ranks
+            own = functional.pad(own, (0, width - own.shape[1])).contiguous()
+            parts = own.new_empty(size, *own.shape)
+            dist.all_gather(list(parts.unbind()), own, group=self._stage)
+            return parts.transpose(0, 1).flatten(1)[:, :num_out].contiguous()
+
+        return apply
+
+    def send_on(self, hidden: torch.Tensor) -> None:
+        """Send hidden states `[T, E]` to the next stage."""
+        dist.send(hidden.contiguous(), self.place.next_rank)
+
+    def receive(self, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Receive hidden states `[num_tokens, E]` from the previous stage; `like` is `[E]`."""
+        hidden = like.new_empty(num_tokens, like.shape[0])
+        dist.recv(hidden, self.place.previous_rank)
+        return hidden
+
+    def share(self, values: torch.Tensor) -> None:
+        """Overwrite `values`, on the device, with rank 0's."""
+        dist.broadcast(values, 0)
+
+    def least(self, *values: float) -> list[float]:
+        """The minimum over ranks, for each value; on the host."""
+        return self._reduced(values, dist.ReduceOp.MIN)
+
+    def total(self, *values: float) -> list[float]:
+        """The sum over ranks, for each value; on the host."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def any_has(self, flags: BoolArray) -> BoolArray:
+        """bool[N]: which flags are set in any rank; on the host."""
+        reduced = torch.from_numpy(flags.astype(np.uint8))
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._host)
+        return reduced.numpy().astype(np.bool_)
+
+    def _reduced(
+        self, values: Sequence[float], operation: "dist.ReduceOp.RedOpType"
+    ) -> list[float]:
+        reduced = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(reduced, operation, group=self._host)
+        result: list[float] = reduced.tolist()
+        return result

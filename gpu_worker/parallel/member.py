@@ -1,0 +1,141 @@
+"""A rank before it meets the others: its settings, its number, and what all must agree on.
+
+Imports no torch: ranks meet while torch is loading.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from gpu_worker.parallel.place import Place
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError
+
+_ALIKE: Final = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "dtype",
+    "quantization",
+    "model_class",
+    "num_blocks",
+    "kv_cache_memory_gb",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "host_kv_codec",
+    "kv_checksum",
+)
+"""Settings that all ranks must share, or they would compute nonsense or wait forever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group."""
+
+    settings: WorkerSettings
+    """The settings of the command that started it."""
+    number: int = 0
+    """Among the command's processes; determines its rank and its GPU."""
+
+    @property
+    def place(self) -> Place:
+        """Its part of the model."""
+        return Place(
+            self.settings.rank + self.number,
+            self.settings.tensor_parallel_size,
+            self.settings.pipeline_parallel_size,
+        )
+
+    def hello(self) -> bytes:
+        """Its first message to rank 0."""
+        alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
+        return json.dumps({"rank": self.place.rank, "settings": alike}).encode()
+
+    def check(self, hello: bytes) -> int:
+        """Check another member's `hello`; returns its rank.
+
+        Raises:
+            ModelError: Its settings differ from this one's.
+            ValueError: It is not a rank's hello.
+        """
+        said: dict[str, Any] = json.loads(hello)
+        rank, theirs = said["rank"], said["settings"]
+        ours = self.settings.model_dump(mode="json", include=set(_ALIKE))
+        for name in _ALIKE:
+            if theirs.get(name) != ours[name]:
+                raise ModelError(
+                    f"{name.replace('_', '-')} is {theirs.get(name)} at rank {rank}; it must be"
+                    f" {ours[name]}, as at rank 0"
+                )
+        if not isinstance(rank, int) or not 0 < rank < self.place.num_ranks:
+            raise ModelError(f"rank is {rank}; it must be from 1 to {self.place.num_ranks - 1}")
+        return rank
+
+    def to_json(self) -> bytes:
+        """The input for the process that runs it."""
+        settings = self.settings.model_dump(mode="json")
+        return json.dumps({"settings": settings, "number": self.number}).encode()
+
+
+def member_from_json(text: bytes) -> Member:
+    """Parse the output of `Member.to_json`."""
+    told = json.loads(text)
+    return Member(WorkerSettings(**told["settings"]), told["number"])
+
+
+def command() -> list[str]:
+    """The command that runs a rank; it reads a `Member` from its standard input.
+
+    The process ends when its standard input does.
+    """
+    return [sys.executable, "-m", "gpu_worker.parallel"]
+
+
+_END_S = 5.0
+
+
+class LocalRanks:
+    """The processes of this machine's other ranks. A context manager that ends them."""
+
+    def __init__(self, member: Member) -> None:
+        """Start them, if `member` is the command's first.
+
+        Each ends when its standard input does, which is when this process ends.
+        """
+        self._processes = []
+        num_local = member.settings.num_local_ranks if member.number == 0 else 0
+        for number in range(1, num_local):
+            process = subprocess.Popen(command(), stdin=subprocess.PIPE)  # noqa: S603 - our own
+            self._processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(Member(member.settings, number).to_json() + b"\n")
+            process.stdin.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def check(self) -> None:
+        """Raise ModelError if one has ended."""
+        for process in self._processes:
+            if (code := process.poll()) is not None:
+                raise ModelError(f"a rank of this machine has ended with {code}; it has said why")
+
+    def end(self) -> None:
+        """End those that still run."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # it hangs in the device's driver
+                process.kill()
+                process.wait()

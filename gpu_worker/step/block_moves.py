@@ -1,0 +1,126 @@
+"""Starts the block moves of a step, within and between tiers, and collects the ends of disk moves.
+
+The pools in `kv/` move the bytes; this file keeps the order.
+"""
+
+import sys
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from contract.arrays import Int32Array
+from contract.step import Plan
+from gpu_worker.kv.disk_pool import NO_ENDS, DiskEnds, DiskPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.memory.transfer import upload
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.step.block_labels import BlockLabels
+
+
+class Pool(Protocol):
+    """The device's KV memory, apart from computing with it."""
+
+    def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy whole blocks, int64[N] each; all reads come before all writes."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Resize to `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
+
+    def close(self) -> None:
+        """Give the memory back. The last call."""
+
+
+class BlockMoves:
+    """Moves blocks between a worker's tiers and keeps their labels true. Called from one thread."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        host_pool: HostPool | None,
+        disk_pool: DiskPool | None,
+        labels: BlockLabels,
+        device: torch.device,
+        ranks: Ranks | None,
+    ) -> None:
+        """Without a `host_pool` no step swaps; without a `disk_pool` none stores or loads.
+
+        `ranks` are the model's other devices, which make the same moves; None if there are none.
+        """
+        self.host_pool = host_pool
+        self.disk_pool = disk_pool
+        self._pool = pool
+        self._labels = labels
+        self._device = device
+        self._ranks = ranks
+
+    def start(self, step: Plan) -> Int32Array:
+        """Start a step's moves; on a GPU they are enqueued before the step's computation.
+
+        Returns:
+            int32[F]: device blocks whose swap-in failed.
+        """
+        failed = self._swap(step)
+        self._labels.fail_swap_ins(step, failed)
+        if len(step.copy_src_block_ids):
+            blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
+            src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
+            self._pool.copy(src, dst)
+        return failed
+
+    def take_ended(self, step_id: int) -> DiskEnds:
+        """Collect the disk moves that have ended, of steps up to this one."""
+        if self.disk_pool is None:
+            return NO_ENDS
+        ends = self.disk_pool.take_ended(step_id)
+        if self.host_pool is not None:
+            self.host_pool.accept(ends.loaded)
+        self._labels.end_stores(ends.stored, ends.failed_stores)
+        self._labels.end_loads(ends.loaded, ends.failed_loads)
+        return ends
+
+    def finish(self) -> None:
+        """Wait for all disk moves in flight, and collect them."""
+        if self.disk_pool is not None:
+            self.disk_pool.synchronize()
+        self.take_ended(sys.maxsize)
+
+    def forget(self) -> None:
+        """Drop the disk moves in flight: wait until none touches a block, then forget them."""
+        if self.disk_pool is not None:
+            self.disk_pool.drain()
+        self._labels.forget_disk_moves()
+
+    def close(self) -> None:
+        """End the disk's threads, then free the pools. The last call."""
+        if self.disk_pool is not None:
+            self.disk_pool.close()
+        if self.host_pool is not None:
+            self.host_pool.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # launched work may still touch the pool
+        self._pool.close()
+
+    def _swap(self, step: Plan) -> Int32Array:
+        if self.host_pool is None:
+            return step.swap_in_dst_block_ids  # empty: there are no host blocks to name
+        self.host_pool.begin_step()
+        if self.disk_pool is not None:
+            _move_to_and_from_disk(step, self.host_pool, self.disk_pool)
+        if len(step.swap_out_src_block_ids):
+            self.host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
+        dst = step.swap_in_dst_block_ids
+        failed = self.host_pool.swap_in(step.swap_in_src_block_ids, dst)
+        if self._ranks is None or not self.host_pool.has_checksums or not len(dst):
+            return failed
+        failed_anywhere: Int32Array = dst[self._ranks.any_has(np.isin(dst, failed))]
+        return failed_anywhere
+
+
+def _move_to_and_from_disk(step: Plan, host_pool: HostPool, disk_pool: DiskPool) -> None:
+    """Start the moves between host and disk, before this step's swaps touch the host."""
+    if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+        return
+    host_pool.synchronize()  # a GPU may still copy to or from these host blocks
+    disk_pool.store(step.disk_store_src_block_ids, step.disk_store_dst_block_ids, step.step_id)
+    disk_pool.load(step.disk_load_src_block_ids, step.disk_load_dst_block_ids, step.step_id)

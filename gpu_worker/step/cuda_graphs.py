@@ -1,0 +1,197 @@
+"""Decode steps captured as CUDA graphs, one per batch size, and replayed.
+
+A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
+addresses, in one copy; its hidden states appear at a fixed address; and kernels read the amount of
+work from the device. A step with fewer sequences than its graph is filled up with *padding rows*:
+length 0, stored nowhere, results ignored.
+
+Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
+size.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from contract.limits import Limits
+from gpu_worker.memory.transfer import packed_bytes, upload_into
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.step.rows import Rows, ScheduledRows
+from kernels import PAD_SLOT
+
+
+class Forward(Protocol):
+    """`Decoder.forward`: the part of a model that a graph contains."""
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Hidden states `[T, E]`; a graph's metadata wants all tokens."""
+
+
+class GraphBackend(Protocol):
+    """Captures graphs."""
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
+        """Capture the device work of `compute`; the returned function replays it.
+
+        Calls `compute` more than once. Anything may be raised if it cannot be captured.
+        """
+
+
+_STEP = 8
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
+
+    They double up to 8, then grow by 8, and from 128 on by an eighth: little padding, few captures.
+    """
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += size if size < _STEP else max(_STEP, size // _STEP // _STEP * _STEP)
+    return (*sizes, max_num_seqs)
+
+
+class DecodeGraphs:
+    """Computes steps in which every sequence decodes. Called from one thread.
+
+    Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
+    overwrites the inputs and results of the one before.
+    """
+
+    def __init__(
+        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+    ) -> None:
+        """Set up what the graphs read and write, at fixed addresses.
+
+        Args:
+            forward: The model's forward pass.
+            pool: The KV memory.
+            limits: The worker's limits.
+            last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+        """
+        self._forward = forward
+        self._pool = pool
+        self._block_size = limits.block_size
+        self._last_token_ids = last_token_ids
+        self._sizes = graph_sizes(limits.max_num_seqs)
+        self._replays: dict[int, Callable[[], object]] = {}
+        num_rows, width = limits.max_num_seqs, limits.max_blocks_per_row
+        device = last_token_ids.device
+        most = [*_padding(num_rows), np.empty((num_rows, width), np.int32)]
+        self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
+        self._block_tables = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], from the first run on
+
+    def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture all sizes; `report` gets the fraction done. Raises whatever fails.
+
+        The largest comes first: its memory is enough for all others.
+        """
+        for done, size in enumerate(reversed(self._sizes)):
+            report(done / len(self._sizes))
+            self._replays[size] = backend.capture(self._computation(size))
+
+    def rehearse(self) -> None:
+        """Compute a step of the largest size without a graph, to measure its memory."""
+        self._computation(self._sizes[-1])()
+
+    def takes(self, scheduled: ScheduledRows) -> bool:
+        """Whether all its sequences decode."""
+        return 0 < scheduled.num_decodes == len(scheduled.rows)
+
+    def replay(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a step for which `takes` is true, without waiting for the device.
+
+        Args:
+            rows: The rows, after `apply`.
+            scheduled: What `apply` returned.
+
+        Returns:
+            The final hidden states, `[N, E]`, and their rows, int64[N]; on the device, valid until
+            the next step.
+        """
+        num_seqs = len(scheduled.rows)
+        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+        positions = scheduled.starts
+        blocks = rows.block_tables[scheduled.rows, positions // self._block_size].astype(np.int64)
+        width = int(positions.max()) // self._block_size + 1
+        row_numbers, places, slot_mapping, seq_lens = inputs = _padding(size)
+        row_numbers[:num_seqs] = scheduled.rows
+        places[:num_seqs] = positions
+        slot_mapping[:num_seqs] = blocks * self._block_size + positions % self._block_size
+        seq_lens[:num_seqs] = positions + 1
+        tables = rows.block_tables[scheduled.rows, :width]
+        on_device = upload_into(self._inputs, [*inputs, tables])
+        # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
+        # never read.
+        self._block_tables[:num_seqs, :width].copy_(on_device[-1])
+        self._replays[size]()
+        assert self._hidden is not None, "a graph was captured"
+        return self._hidden[:num_seqs], on_device[0][:num_seqs]
+
+    def _computation(self, size: int) -> Callable[[], None]:
+        """What a graph of S = `size` contains: from the inputs to the hidden states."""
+        rows, positions, slot_mapping, seq_lens = upload_into(self._inputs, _padding(size))
+        metadata = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            block_tables=self._block_tables[:size],
+            seq_lens=seq_lens,
+            query_start_loc=self._query_start_loc[: size + 1],
+            max_query_len=1,
+            num_decodes=size,
+        )
+
+        def compute() -> None:
+            token_ids = self._last_token_ids.index_select(0, rows)
+            hidden = self._forward(token_ids, positions, self._pool, metadata)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1])
+            self._hidden[:size].copy_(hidden)
+
+        return compute
+
+
+def _padding(size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Inputs of padding rows: rows, positions, slots int64[S]; sequence lengths int32[S]."""
+    return [
+        np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+        np.full(size, PAD_SLOT, np.int64),
+        np.zeros(size, np.int32),
+    ]
+
+
+class CudaGraphs:
+    """The `GraphBackend` of one GPU: graphs share one memory pool and run one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
+        """See `GraphBackend`. `compute` runs once before, on the capturing stream.
+
+        That compiles kernels and sets up libraries, which would break a capture.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call CUDA during a capture.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            compute()
+        return graph.replay

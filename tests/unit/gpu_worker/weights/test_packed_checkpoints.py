@@ -1,0 +1,353 @@
+"""Quantized checkpoints of other programs: what their bits mean, and models made of them."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.quantize import FORMS, write
+from gpu_worker.models.registry import open_model
+from gpu_worker.weights.checkpoint import Piece
+from gpu_worker.weights.json_fields import JsonFields, ModelError
+from gpu_worker.weights.packed_maps import (
+    PackedMaps,
+    cut_weight,
+    dequantize_fp8,
+    fp8_tensors,
+    integer_tensors,
+    unpack_integers,
+    unpack_words,
+)
+from gpu_worker.weights.quantized_linear import Quantization, can_multiply, make_quantized_linear
+from gpu_worker.weights.stored_format import (
+    Fp8Format,
+    IntegerFormat,
+    Packing,
+    ScaleShape,
+    read_stored_format,
+)
+from kernels.cpu import quantized as native
+from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+AWQ = IntegerFormat(Packing.AWQ, 4, 32, zero_shift=0)
+GPTQ = IntegerFormat(Packing.GPTQ, 4, 32, zero_shift=1)
+every_form = pytest.mark.parametrize("name", FORMS)
+
+
+def words(*numbers):
+    return torch.tensor(numbers, dtype=torch.int64).to(torch.int32)
+
+
+# What bits mean, written out.
+
+
+def test_the_lowest_bits_are_first():
+    assert unpack_words(words(0x76543210), 4).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert unpack_words(words(0xFEDCBA98, 0x1), 4).tolist() == [*range(8, 16), 1, *[0] * 7]
+    assert unpack_words(words(0xFF804001), 8).tolist() == [0x01, 0x40, 0x80, 0xFF]
+
+
+def test_awq_by_hand():
+    """Output j's nibble: 0 4 1 5 2 6 3 7 from the lowest, so a word that reads 75316420 is 0..7."""
+    row = 0x75316420
+    tensors = {
+        "qweight": words(row, *[0] * 31).view(32, 1),
+        "qzeros": words(0x00000021).view(1, 1),
+        "scales": torch.tensor([[1.0, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.25]]),
+    }
+    weight = unpack_integers(AWQ, tensors).dequantized()
+    # Zero points: output 0 has 1, output 2 has 2, the others 0.
+    assert weight[:, 0].tolist() == [-1.0, 2.0, 0.0, 3.0, 4.0, 5.0, 6.0, 1.75]
+    assert weight[:, 1].tolist() == [-1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("zero_shift", "zeros"), [(1, 0xF2106543), (0, 0x03217654)])
+def test_gptq_by_hand(zero_shift, zeros):
+    """Inputs in order along a column of words; zero points in order, in the first format less 1."""
+    stored = IntegerFormat(Packing.GPTQ, 4, 32, zero_shift)
+    qweight = torch.zeros(4, 8, dtype=torch.int32)
+    qweight[0, 0], qweight[3, 7] = words(0x00000A21)[0], words(0xF0000000)[0]
+    tensors = {
+        "qweight": qweight,
+        "qzeros": words(zeros).view(1, 1),
+        "scales": torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 0.5]]),
+    }
+    weight = unpack_integers(stored, tensors).dequantized()
+    assert weight[0, :4].tolist() == [1 - 4, 2 - 4, 10 - 4, 0 - 4]
+    assert weight[:, 5].tolist() == [-4.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0, 0.0]
+    assert weight[7, 30:].tolist() == [0.0, 7.5]
+
+
+def test_gptq_of_eight_bits_by_hand():
+    stored = IntegerFormat(Packing.GPTQ, 8, None, zero_shift=1)
+    tensors = {
+        "qweight": words(0xFF807F00, 0, 0, 0).view(1, 4),
+        "qzeros": words(0x0000007F).view(1, 1),
+        "scales": torch.tensor([[0.5, 1, 1, 1]]),
+    }
+    weight = unpack_integers(stored, tensors)
+    assert weight.dequantized()[0].tolist() == [-64.0, -0.5, 0.0, 63.5]
+    assert weight.values[0].tolist() == [-128, -1, 0, 127]
+
+
+def test_fp8_by_hand():
+    weight = torch.arange(6.0).view(2, 3).to(torch.float8_e4m3fn)
+    by_tensor = Fp8Format(ScaleShape.TENSOR, "weight_scale")
+    by_channel = Fp8Format(ScaleShape.CHANNEL, "weight_scale")
+    by_block = Fp8Format((1, 2), "weight_scale_inv")
+    for stored, scales, expected in (
+        (by_tensor, [2.0], [[0, 2, 4], [6, 8, 10]]),
+        (by_channel, [[2.0], [0.5]], [[0, 2, 4], [1.5, 2, 2.5]]),
+        (by_block, [[1.0, 2.0], [3.0, 4.0]], [[0, 1, 4], [9, 12, 20]]),
+    ):
+        scale = torch.tensor(scales)
+        assert fp8_tensors(stored, 2, 3)[stored.scale_name] == (scale.shape, torch.float32)
+        tensors = {"weight": weight, stored.scale_name: scale}
+        assert dequantize_fp8(stored, tensors).tolist() == expected
+
+
+# Shares of a map.
+
+
+def random_tensors(stored, num_out, num_in):
+    tensors = {}
+    for name, (shape, dtype) in integer_tensors(stored, num_out, num_in).items():
+        if dtype == torch.int32:
+            tensors[name] = torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+        else:
+            tensors[name] = (torch.rand(shape) + 0.5).half().float()
+    return tensors
+
+
+@pytest.mark.parametrize("group_size", [32, 128, None])
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (slice(None), slice(None)),
+        (slice(3, 17), slice(None)),
+        (slice(None), slice(128, 256)),
+        (slice(None), slice(96, 192)),
+    ],
+)
+def test_a_share_is_that_of_the_whole(packing, group_size, rows, columns):
+    stored = IntegerFormat(packing, 4, group_size, zero_shift=0)
+    whole = unpack_integers(stored, random_tensors(stored, 24, 256))
+    cut = cut_weight(whole, rows, columns)
+    assert cut is not None
+    assert can_multiply(cut)
+    assert torch.equal(cut.dequantized(), whole.dequantized()[rows, columns])
+
+
+def test_a_share_that_cuts_groups_too_small_is_dequantized():
+    whole = unpack_integers(AWQ, random_tensors(AWQ, 8, 64))
+    assert cut_weight(whole, slice(None), slice(16, 48)) is None
+
+
+@pytest.mark.parametrize("columns", [slice(0, 16), slice(16, 48), slice(32, 64), slice(0, 64)])
+@every_form
+def test_maps_of_any_share_multiply_alike(name, columns):
+    """The map that is read of packed tensors is that of the weight they stand for."""
+    form = FORMS[name]
+    tensors, stands_for = form.pack(torch.randn(24, 256))
+    stored = read_stored_format(JsonFields("config", "", {"quantization_config": form.config}))
+
+    def fill(piece, out):
+        tensor = tensors[piece.name.removeprefix("map.")]
+        out.copy_(tensor.view(out.shape))
+
+    maps = PackedMaps(stored, {f"map.{end}" for end in tensors}, torch.float32, CPU, fill)
+    piece = Piece("map.weight", (24, 256), (slice(8, 24), columns))
+    x = torch.randn(5, columns.stop - columns.start)
+    actual = maps.linear([piece, piece], None)(x)
+    expected = x @ stands_for[8:24, columns].T
+    torch.testing.assert_close(actual, torch.cat([expected] * 2, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_eight_bits_in_groups_multiply_in_our_kernel(group_size):
+    stored = IntegerFormat(Packing.GPTQ, 8, group_size, zero_shift=0)
+    whole = unpack_integers(stored, random_tensors(stored, 40, 256))
+    assert not can_multiply(whole), "float32 has torch's operator alone"
+    weight = type(whole)(
+        whole.quantization, whole.values, whole.scales.bfloat16(), whole.offsets.bfloat16()
+    )
+    assert can_multiply(weight) == native.can_pack(weight.values, torch.bfloat16)
+    if can_multiply(weight):
+        x = torch.randn(9, 256).bfloat16()
+        expected = x.double() @ weight.dequantized().double().T
+        actual = make_quantized_linear(weight, None)(x).double()
+        assert (actual - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+# Models.
+
+
+def tokens(directory, dtype=torch.float32):
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(load(directory, dtype), 16).generate([sequence], 32)
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in FORMS), ("qwen2", "awq"), ("gpt_neox", "gptq")],
+)
+def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(model_dirs, tmp_path, family, name):
+    directory = model_dirs.get(family, **SIZES)
+    packed = write(directory, tmp_path / "packed", FORMS[name])
+    plain = write(directory, tmp_path / "plain", FORMS[name], packed=False)
+    actual, expected = tokens(packed), tokens(plain)
+    assert actual.output == expected.output
+    torch.testing.assert_close(
+        torch.stack(actual.logits), torch.stack(expected.logits), rtol=1e-3, atol=2e-3
+    )
+    original = tokens(directory).logits[0]
+    assert not torch.allclose(original, actual.logits[0], atol=1e-3), "nothing was quantized"
+
+
+@pytest.mark.parametrize("kept", [r".*\.layers\.0\..*", r".*(k_proj|down_proj).*"])
+@every_form
+def test_layers_and_parts_of_fused_maps_may_stay_as_they_are(model_dirs, tmp_path, name, kept):
+    directory = model_dirs.get("llama", **SIZES)
+    packed = write(directory, tmp_path / "packed", FORMS[name], kept)
+    plain = write(directory, tmp_path / "plain", FORMS[name], kept, packed=False)
+    names = Counter(key.split(".")[-1] for key in load_file(packed / "model.safetensors"))
+    assert names["weight"] > len(("embedding", "head")) + 5, "some are kept"
+    assert tokens(packed).output == tokens(plain).output
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq_8bit"])
+def test_integers_stay_integers_in_bfloat16(model_dirs, tmp_path, name):
+    packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS[name])
+    model = load(packed, torch.bfloat16)
+    weight = torch.zeros(8, 128, dtype=torch.int8)
+    is_ours = isinstance(model.layers[0].qkv, native.QuantizedLinear)
+    assert is_ours == native.can_pack(weight, torch.bfloat16)
+
+
+@pytest.fixture
+def packed(model_dirs, tmp_path):
+    """A Llama in GPTQ's form, to be damaged."""
+    return write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS["gptq_32"])
+
+
+def change(directory, name, tensor):
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors")
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def test_inputs_out_of_order_are_refused(packed):
+    change(packed, f"{DOWN}.g_idx", (torch.arange(256) // 32).flip(0).int())
+    with pytest.raises(ModelError, match=r"down_proj\.g_idx puts input features out of order"):
+        load(packed)
+
+
+def test_a_bias_that_the_model_lacks_must_be_zero(packed):
+    change(packed, f"{DOWN}.bias", torch.zeros(128, dtype=torch.float16))
+    load(packed)
+    change(packed, f"{DOWN}.bias", torch.ones(128, dtype=torch.float16))
+    with pytest.raises(ModelError, match=r"down_proj\.bias is not zero"):
+        load(packed)
+
+
+def test_a_missing_part_is_named(packed):
+    tensors = load_file(packed / "model.safetensors")
+    del tensors[f"{DOWN}.scales"]
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.scales of Llama"
+    ):
+        load(packed)
+
+
+def test_words_of_another_type_are_refused(packed):
+    change(packed, f"{DOWN}.qweight", torch.zeros(32, 128))
+    with pytest.raises(ModelError, match=r"qweight has dtype torch\.float32; .* torch\.int32"):
+        load(packed)
+
+
+def test_fp8_without_its_scale_is_refused(model_dirs, tmp_path):
+    packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS["fp8"])
+    tensors = load_file(packed / "model.safetensors")
+    del tensors[f"{DOWN}.weight_scale"]
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"weight has dtype torch\.float8_e4m3fn; config\.json"):
+        load(packed)
+
+
+def test_scales_of_activations_are_not_needed(model_dirs, tmp_path):
+    packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS["fp8"])
+    expected = tokens(packed).output
+    change(packed, f"{DOWN}.input_scale", torch.tensor(2.0))
+    assert tokens(packed).output == expected
+
+
+def test_group_sizes_must_divide(model_dirs, tmp_path):
+    packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS["gptq_32"])
+    config = json.loads((packed / "config.json").read_text())
+    config["intermediate_size"] = 80
+    (packed / "config.json").write_text(json.dumps(config))
+    message = r"down_proj has 80 input features; quantization_config\.group_size is 32"
+    with pytest.raises(ModelError, match=message):
+        load(packed)
+
+
+def test_what_is_quantized_is_not_quantized_again(packed):
+    with pytest.raises(ModelError, match=r"quantization_config is set, and quantization is int8"):
+        open_model(packed, quantization=Quantization.INT8)
+
+
+def test_models_of_transformers_are_refused(packed):
+    with pytest.raises(
+        ModelError, match=r"quantization_config is set; Llama.* run by transformers"
+    ):
+        open_model(packed, "transformers")
+
+
+GOOD = {name: form.config for name, form in FORMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("awq", {"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported are"),
+        ("awq", {"quant_method": None}, "quant_method is None; supported are awq, gptq, fp8"),
+        ("awq", {"bits": 3}, "bits is 3; supported is 4"),
+        ("awq", {"zero_point": False}, "zero_point is False; supported is True"),
+        ("awq", {"version": "gemv"}, "version is 'gemv'; supported is 'gemm'"),
+        ("awq", {"group_size": 48}, "group_size is 48; supported is 32, 64, 128, -1"),
+        ("gptq", {"bits": 3}, "bits is 3; supported is 4, 8"),
+        ("gptq", {"desc_act": True}, "desc_act is true; supported is false"),
+        ("gptq", {"lm_head": True}, "lm_head is true; supported is false"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported is"),
+        ("gptq", {"dynamic": {"+:x": {"bits": 8}}}, "dynamic is set"),
+        ("fp8", {"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
+        ("fp8", {"weight_block_size": [128]}, "weight_block_size is [128]; it must be two"),
+        ("fp8_channel", {"format": "pack-quantized"}, "format is 'pack-quantized'; supported is"),
+        ("fp8_channel", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set"),
+        ("fp8_channel", {"config_groups": {}}, "config_groups has 0 groups; supported is 1"),
+        (
+            "fp8_channel",
+            {"config_groups": {"g": {"targets": ["Linear"], "weights": {"type": "int"}}}},
+            "config_groups.g.weights.type is 'int'; supported is 'float'",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_dirs, tmp_path, name, changes, message):
+    directory = shutil.copytree(model_dirs.get("llama"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = GOOD[name] | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        open_model(directory)
+    prefix = f"{directory / 'config.json'}: quantization_config."
+    assert str(caught.value).startswith(f"{prefix}{message}")
