@@ -35,7 +35,6 @@ _FOLLOW_S: Final = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire up`; return the exit code."""
     settings = parse_settings(UpSettings, "quire up", argv)
     try:
         model = layout.find_model(settings)

@@ -52,6 +52,10 @@ class ServiceInfo:
     has_tls: bool = False
     """Whether the TCP ports use TLS."""
 
+    def is_at(self, http_port: int | None) -> bool:
+        """Whether this is the router's HTTP port; None: any is."""
+        return http_port is None or self.http_address.endswith(f":{http_port}")
+
 
 _JSON: Final = TypeAdapter(ServiceInfo)
 

@@ -43,4 +43,4 @@ async def test_what_fails_is_one_line_and_exit_code_1(scheduler, capsys):
     target, fake = scheduler
     fake.error = "no worker is attached"
     assert await run(target) == 1
-    assert capsys.readouterr().err == f"quire: scheduler {target}: no worker is attached\n"
+    assert capsys.readouterr().err == "quire: no worker is attached\n"

@@ -83,7 +83,7 @@ def test_commands_do_not_show_their_key(monkeypatch, capsys):
 def test_failed_handshake_is_not_said_to_be_nobody():
     said = explain("failed to connect to all addresses; last error: WRONG_VERSION_NUMBER")
     with (
-        pytest.raises(CommandError, match=r"cannot be talked to: .*--tls-ca"),
+        pytest.raises(CommandError, match=r"cannot be reached: .*--tls-ca"),
         connection_errors("t:1"),
     ):
         raise UnavailableError(said)

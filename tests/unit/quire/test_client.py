@@ -1,6 +1,7 @@
 """Both clients against a fake of the service."""
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -302,3 +303,16 @@ async def test_a_busy_service_is_asked_again_when_it_says(served):
             async for _ in client.generate("busy", timeout_s=2):
                 pass
     assert waits == [2.5, 2.5], "it would be too late by then"
+
+
+def test_both_clients_have_the_same_methods_with_the_same_parameters():
+    def methods(kind):
+        return {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in vars(kind).items()
+            if callable(method) and not name.startswith("_")
+        }
+
+    expected = methods(AsyncClient)
+    assert methods(Client) == expected
+    assert {"generate", "generate_once", "tokenize", "close"} <= expected.keys()
