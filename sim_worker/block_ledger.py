@@ -61,13 +61,13 @@ class BlockLedger:
         self._writer[:] = _NO_ROW
 
     def apply(
-        self, step: Plan, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
+        self, plan: Plan, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
     ) -> None:
         """Apply a step to the blocks, after `rows.apply`.
 
         Args:
-            step: The step.
-            released: The block tables of `step.released_rows`, as they were before.
+            plan: The plan of the step.
+            released: The block tables of `plan.released_rows`, as they were before.
             rows: The rows after the step's changes.
             scheduled: What they compute.
 
@@ -75,22 +75,22 @@ class BlockLedger:
             BrokenInvariantError: A block belongs to another row, or has the wrong content.
         """
         self._arrive()
-        for row, table in zip(step.released_rows.tolist(), released, strict=True):
+        for row, table in zip(plan.released_rows.tolist(), released, strict=True):
             self._num_holders[table] -= 1
             self._writer[table[self._writer[table] == row]] = _NO_ROW
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             num_shared = new.num_computed_tokens // self._block_size
             self._num_holders[new.block_ids[:num_shared]] += 1
             own = new.block_ids[num_shared:]
             self._own(np.full(len(own), new.row), own)
             self._digests[new.row] = self._prefix(new)[-1] if new.num_computed_tokens else 0
-        self._own(step.appended_rows, step.appended_block_ids)
-        self._rename(step.renamed_src_block_ids, step.renamed_dst_block_ids)
-        self._swap(step)
-        if len(step.copy_src_block_ids):
-            self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
+        self._own(plan.appended_rows, plan.appended_block_ids)
+        self._rename(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
+        self._swap(plan)
+        if len(plan.copy_src_block_ids):
+            self._slots[plan.copy_dst_block_ids] = self._slots[plan.copy_src_block_ids]
         self._write(rows, scheduled)
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             self._check_prefix(new, rows)
 
     def _arrive(self) -> None:
@@ -98,11 +98,11 @@ class BlockLedger:
         self._slots[self._arriving] = self._arriving_slots
         self._arriving, self._arriving_slots = self._arriving[:0], self._arriving_slots[:0]
 
-    def _swap(self, step: Plan) -> None:
+    def _swap(self, plan: Plan) -> None:
         """Copy swap-outs now; swap-ins can be read from the next step on."""
-        if len(out := step.swap_out_src_block_ids):
-            self._tiers.swap_out(self._slots[out], step.swap_out_dst_block_ids)
-        if not len(arriving := step.swap_in_dst_block_ids):
+        if len(out := plan.swap_out_src_block_ids):
+            self._tiers.swap_out(self._slots[out], plan.swap_out_dst_block_ids)
+        if not len(arriving := plan.swap_in_dst_block_ids):
             return
         held = self._num_holders[arriving] > 0
         if held.any():
@@ -110,7 +110,7 @@ class BlockLedger:
             raise BrokenInvariantError(
                 f"KV is swapped in to block {block}, which is in {self._num_holders[block]} tables"
             )
-        self._arriving_slots = self._tiers.swap_in(step.swap_in_src_block_ids)
+        self._arriving_slots = self._tiers.swap_in(plan.swap_in_src_block_ids)
         self._arriving = arriving
         self._slots[arriving] = 0
 

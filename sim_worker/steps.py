@@ -175,13 +175,13 @@ class SimulatedSteps:
         self._labels.end_loads(loaded, none)
         return replace(output, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
 
-    def _move_to_and_from_disk(self, step: Plan) -> None:
-        src, dst = step.disk_store_src_block_ids, step.disk_store_dst_block_ids
+    def _move_to_and_from_disk(self, plan: Plan) -> None:
+        src, dst = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
         self._tiers.store(src, dst)
-        self._disk.store(dst, step.step_id, time.monotonic())
-        src, dst = step.disk_load_src_block_ids, step.disk_load_dst_block_ids
+        self._disk.store(dst, plan.step_id, time.monotonic())
+        src, dst = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
         self._tiers.load(src, dst)
-        self._disk.load(dst, step.step_id, time.monotonic())
+        self._disk.load(dst, plan.step_id, time.monotonic())
 
     def _idle_disk(self) -> DiskMoves:
         return DiskMoves(self._block_bytes / self._time_model.disk_bytes_per_s / self._speedup)
@@ -196,26 +196,26 @@ class SimulatedSteps:
         self._computing_step_id = 0
         self._spans.clear(time.time())
 
-    def _run(self, step: Plan) -> tuple[ScheduledRows, Result]:
+    def _run(self, plan: Plan) -> tuple[ScheduledRows, Result]:
         tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
-        released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
-        scheduled = self._rows.apply(step)
-        self._move_to_and_from_disk(step)
-        self._ledger.apply(step, released, self._rows, scheduled)
-        self._labels.apply(step, self._rows, scheduled)
-        self._spans.released(step.released_rows.tolist(), time.time())
-        self._spans.opened(step.new_sequences, time.time())
-        for new in step.new_sequences:
+        released = [tables[row, : num_blocks[row]].copy() for row in plan.released_rows]
+        scheduled = self._rows.apply(plan)
+        self._move_to_and_from_disk(plan)
+        self._ledger.apply(plan, released, self._rows, scheduled)
+        self._labels.apply(plan, self._rows, scheduled)
+        self._spans.released(plan.released_rows.tolist(), time.time())
+        self._spans.opened(plan.new_sequences, time.time())
+        for new in plan.new_sequences:
             self._sampling.set(new.row, new.sampling)
             self._heeds_eos[new.row] = not new.sampling.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
         step_s = self._time_model.step_s(
             scheduled.num_tokens,
             num_context_tokens,
-            len(step.swap_out_src_block_ids) * self._block_bytes,
-            len(step.swap_in_src_block_ids) * self._block_bytes,
+            len(plan.swap_out_src_block_ids) * self._block_bytes,
+            len(plan.swap_in_src_block_ids) * self._block_bytes,
         )
-        return scheduled, self._sample(step.step_id, scheduled, step_s / self._speedup)
+        return scheduled, self._sample(plan.step_id, scheduled, step_s / self._speedup)
 
     def _sample(self, step_id: StepId, scheduled: ScheduledRows, execute_s: float) -> Result:
         rows = scheduled.rows[scheduled.sampling]

@@ -22,7 +22,7 @@ def check_positive(field: str, value: float, most: float) -> None:
         raise InvalidArgumentError(field, f"is {value}; it must be in (0, {most}]")
 
 
-def check_count(field: str, count: int, least: int, most: int) -> None:
+def check_num_entries(field: str, count: int, least: int, most: int) -> None:
     """Check a number of entries."""
     if not least <= count <= most:
         raise InvalidArgumentError(field, f"has {count} entries; it must have {least} to {most}")
@@ -40,7 +40,7 @@ def check_size(field: str, value: bytes, most: int) -> None:
         raise InvalidArgumentError(field, f"has {len(value)} bytes; it must have at most {most}")
 
 
-def check_range(field: str, values: Int32Array, least: int, most: int) -> None:
+def check_values(field: str, values: Int32Array, least: int, most: int) -> None:
     """Check that all values are in [least, most]."""
     if not values.size:
         return

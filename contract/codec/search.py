@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from contract.codec.checks import check_at_most, check_range
+from contract.codec.checks import check_at_most, check_values
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, unpack_int32
 from contract.step import OutputState, SearchState
@@ -57,7 +57,7 @@ def check_search(
         num_shared, token_ids = output.num_shared_tokens, output.token_ids
         check_at_most("rows.note.num_shared_tokens", num_shared, num_row_tokens)
         check_at_most("rows.note.token_ids", num_shared + len(token_ids), max_model_len)
-        check_range("rows.note.token_ids", token_ids, 0, vocab_size - 1)
+        check_values("rows.note.token_ids", token_ids, 0, vocab_size - 1)
 
 
 def _output_to_proto(output: OutputState) -> worker_pb2.NotedOutput:

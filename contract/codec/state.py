@@ -9,7 +9,7 @@ from contract.codec.checks import (
     check_at_most,
     check_distinct,
     check_positive,
-    check_range,
+    check_values,
     unpack_labels,
 )
 from contract.codec.search import check_search, search_from_note, search_to_note
@@ -94,7 +94,7 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
         _TIERS, (limits.num_blocks, limits.num_host_blocks, limits.num_disk_blocks), strict=True
     ):
         field, block_ids = f"{tier}.block_ids", getattr(holdings, tier).block_ids
-        check_range(field, block_ids, 0, num_blocks - 1)
+        check_values(field, block_ids, 0, num_blocks - 1)
         check_distinct(field, block_ids)
     names: set[BlockHash] = set()
     for name, left_s in holdings.pins:
@@ -107,15 +107,15 @@ def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
 def _check_row(row: HeldRow, info: WorkerInfo) -> None:
     limits = info.limits
     num_slots, num_tokens = len(row.block_ids) * limits.block_size, len(row.token_ids)
-    check_range("rows.block_ids", row.block_ids, 0, limits.num_blocks - 1)
+    check_values("rows.block_ids", row.block_ids, 0, limits.num_blocks - 1)
     check_distinct("rows.block_ids", row.block_ids)
     check_at_most("rows.token_ids", num_tokens, limits.max_model_len)
     check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_slots)
     check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_tokens - 1)
     check_at_most("rows.logprobs", len(row.logprobs), num_tokens)
-    check_range("rows.token_ids", row.token_ids, 0, limits.vocab_size - 1)
+    check_values("rows.token_ids", row.token_ids, 0, limits.vocab_size - 1)
     for logprob in row.logprobs:
-        check_range("rows.logprobs.top_token_ids", logprob.top_token_ids, 0, limits.vocab_size - 1)
+        check_values("rows.logprobs.top_token_ids", logprob.top_token_ids, 0, limits.vocab_size - 1)
     if row.search is not None:
         check_search(row.search, num_tokens, limits.max_model_len, limits.vocab_size)
 

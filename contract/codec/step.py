@@ -13,13 +13,13 @@ import numpy as np
 
 from contract.arrays import Int32Array
 from contract.codec.checks import (
-    check_count,
     check_distinct,
+    check_num_entries,
     check_number,
     check_parallel,
     check_positive,
-    check_range,
     check_size,
+    check_values,
     unpack_labels,
 )
 from contract.codec.search import search_to_note
@@ -130,7 +130,7 @@ def plan_from_proto(
             arrays[name] = _unpack(packed, name, getattr(limits, limit), is_distinct)
     if batch.chunk_lens:
         arrays["chunk_lens"] = chunk_lens = unpack_int32(batch.chunk_lens, "chunk_lens")
-        check_range("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
+        check_values("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
     if batch.HasField("kv_commands"):
         commands = batch.kv_commands
         for name, (limit, is_distinct) in _MOVES.items():
@@ -184,7 +184,7 @@ def result_from_proto(
     }
     for name in _RESULT_ROWS:
         if name in arrays:
-            check_range(name, arrays[name], 0, max_num_seqs - 1)
+            check_values(name, arrays[name], 0, max_num_seqs - 1)
     if not 0 <= message.execute_s < math.inf:  # false for NaN
         raise InvalidArgumentError("execute_s", f"is {message.execute_s}; it must be at least 0")
     rows = arrays.get("sampled_rows", ())
@@ -230,9 +230,9 @@ def _new_sequence_from_proto(
     token_ids = unpack_int32(new.token_ids, "new_sequences.token_ids")
     block_ids = unpack_int32(new.block_ids, "new_sequences.block_ids")
     num_tokens = len(token_ids)
-    check_range("new_sequences.block_ids", block_ids, 0, limits.num_blocks - 1)
-    check_count("new_sequences.token_ids", num_tokens, 1, limits.max_model_len - 1)
-    check_range("new_sequences.token_ids", token_ids, 0, limits.vocab_size - 1)
+    check_values("new_sequences.block_ids", block_ids, 0, limits.num_blocks - 1)
+    check_num_entries("new_sequences.token_ids", num_tokens, 1, limits.max_model_len - 1)
+    check_values("new_sequences.token_ids", token_ids, 0, limits.vocab_size - 1)
     for name, least, most in (
         ("row", 0, limits.max_num_seqs - 1),
         ("num_prompt_tokens", 1, num_tokens),
@@ -241,7 +241,7 @@ def _new_sequence_from_proto(
     ):
         check_number(f"new_sequences.{name}", getattr(new, name), least, most)
     num_needed_blocks = -(-num_tokens // limits.block_size)
-    check_count(
+    check_num_entries(
         "new_sequences.block_ids", len(block_ids), num_needed_blocks, limits.max_blocks_per_row
     )
     if len(new.identity) not in {0, _IDENTITY_BYTES}:
@@ -264,7 +264,7 @@ def _new_sequence_from_proto(
 
 def _unpack(packed: bytes, field: str, end: int, is_distinct: bool) -> Int32Array:
     values = unpack_int32(packed, field)
-    check_range(field, values, 0, end - 1)
+    check_values(field, values, 0, end - 1)
     if is_distinct:
         check_distinct(field, values)
     return values

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from contract.codec.checks import check_count, check_number, check_positive
+from contract.codec.checks import check_num_entries, check_number, check_positive
 from contract.errors import InvalidArgumentError
 from contract.lora import LoraAdapter
 from gpu_worker.sampling.params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -56,8 +56,8 @@ def sampling_params_from_proto(
     check_number(f"{field}.min_tokens", parsed.min_tokens, 0, math.inf)
     check_number(f"{field}.logprobs", parsed.logprobs or 0, 0, _MAX_LOGPROBS)
     check_number(f"{field}.prompt_logprobs", parsed.prompt_logprobs or 0, 0, _MAX_LOGPROBS)
-    check_count(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
-    check_count(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+    check_num_entries(f"{field}.logit_bias", len(parsed.logit_bias), 0, _MAX_LOGIT_BIASES)
+    check_num_entries(f"{field}.stop_token_ids", len(parsed.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
     for token_id, bias in parsed.logit_bias:
         check_number(f"{field}.logit_bias", token_id, 0, vocab_size - 1)
         check_number(f"{field}.logit_bias[{token_id}]", bias, -100, 100)

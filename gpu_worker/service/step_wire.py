@@ -1,7 +1,7 @@
 """What of a scheduler's messages only this worker can check: sampling, adapters, host blocks."""
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_distinct, check_parallel, check_range
+from contract.codec.checks import check_distinct, check_parallel, check_values
 from contract.codec.step import plan_from_proto
 from contract.limits import Limits
 from contract.packing import unpack_int32
@@ -51,5 +51,5 @@ def host_blocks_to_pull(
 
 def _host_blocks(packed: bytes, limits: Limits) -> Int32Array:
     block_ids = unpack_int32(packed, "host_block_ids")
-    check_range("host_block_ids", block_ids, 0, limits.num_host_blocks - 1)
+    check_values("host_block_ids", block_ids, 0, limits.num_host_blocks - 1)
     return block_ids

@@ -3,7 +3,7 @@
 from math import isfinite
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_range
+from contract.codec.checks import check_values
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
@@ -115,5 +115,5 @@ def _check(message: scheduler_pb2.Submit) -> None:
 
 def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Array:
     token_ids = unpack_int32(packed, field)
-    check_range(field, token_ids, 0, vocab_size - 1)
+    check_values(field, token_ids, 0, vocab_size - 1)
     return token_ids

@@ -8,7 +8,7 @@ many of a decode's. Which rows sample and which blocks move follows from the pla
 import numpy as np
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_range, check_top_tokens
+from contract.codec.checks import check_top_tokens, check_values
 from contract.errors import InvalidArgumentError
 from contract.info import WorkerInfo
 from contract.step import Plan, Result, StepId
@@ -63,7 +63,7 @@ class WorkerLedger:
         Raises:
             InvalidArgumentError: It does not fit that plan. The worker must not be used any more.
         """
-        check_range("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
+        check_values("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
         ended = (result.failed_rows, result.stuck_rows)
         rows = result.sampled_rows
         if any(more.size for more in ended):
