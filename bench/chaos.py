@@ -48,13 +48,11 @@ _IDLE_S = 60.0
 
 @dataclass(slots=True)
 class Run:
-    """What has happened."""
-
     faults: list[tuple[float, str]] = field(default_factory=list)
     """Times, by the monotonic clock, and kinds."""
     recomputed: int = 0
     blocks: list[str] = field(default_factory=list)
-    """What is wrong with them at the end."""
+    """Which blocks are still held at the end."""
 
 
 async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:

@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def step_parameters(self) -> int:
-        """Those that each decode step reads: all but the embedding, unless it is tied."""
+        """Parameters that each decode step reads: all but the embedding, unless it is tied."""
         attention = self.hidden * self.dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + self.vocab * self.hidden

@@ -94,7 +94,7 @@ class Outcome:
     num_blocks: int = 0
     """Full blocks of prompts without their last token, which must be computed."""
     num_known: int = 0
-    """Those whose content was computed before: the ceiling."""
+    """Blocks whose content was computed before: the ceiling."""
     num_found: int = 0
     end_s: float = 0.0
     """Modelled time of the whole trace."""

@@ -172,7 +172,7 @@ def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="one prompt per stream, two short split rounds")
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="a random 125M Llama without it")
-    add("--concurrency", type=numbers, default=(1, 8, 32), help="streams at once, such as 1,8,32")
+    add("--concurrency", type=numbers, default="1,8,32", help="streams at once, such as 1,8,32")
     add("--input-len", type=int, default=128, help="tokens of a prompt")
     add("--output-len", type=int, default=64, help="tokens of an answer")
     add("--num-threads", type=int, default=2, help="threads of a worker on a CPU")

@@ -49,7 +49,7 @@ class _Attach:
 @dataclass(frozen=True, slots=True)
 class _Step:
     attachment: int
-    step: Plan
+    plan: Plan
     result: "asyncio.Future[Result]"
 
 
@@ -101,13 +101,13 @@ class StepLoop:
         self._post(_Attach(attachment, done), done)
         return await done
 
-    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error.
 
         A step that fails ends its attachment: steps queued behind it raise UnavailableError.
         """
         result: asyncio.Future[Result] = self._event_loop.create_future()
-        self._post(_Step(attachment, step, result), result)
+        self._post(_Step(attachment, plan, result), result)
         return result
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
@@ -150,7 +150,7 @@ class StepLoop:
         self._jobs.put(_Stop())
         await asyncio.to_thread(self._thread.join, _STOP_S)
         if self._thread.is_alive():
-            _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
+            _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
         del self._executor  # others may still hold this loop, but no memory
         return True
@@ -210,7 +210,7 @@ class StepLoop:
         try:
             self._executor.close()
         except Exception as error:  # noqa: BLE001 - the device may have failed
-            _log.warning("what the steps had is not closed in order", exc_info=error)
+            _log.warning("closing the executor failed", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
         """Fail all pending and queued jobs, until `stop`."""
@@ -244,7 +244,7 @@ class StepLoop:
             return
         try:
             with timeline.span("launch a step"):
-                launched = self._executor.launch(job.step)
+                launched = self._executor.launch(job.plan)
             self._pending.append((job, launched))
         except Exception as error:  # noqa: BLE001 - reported to the caller
             self._fail(job, error)
@@ -306,7 +306,7 @@ class StepLoop:
             self._note_device_failure(error)
 
     def _fail(self, job: _Step, error: Exception) -> None:
-        _log.error("step failed", step_id=job.step.step_id, exc_info=error)
+        _log.error("step failed", step_id=job.plan.step_id, exc_info=error)
         self._attachment = None
         self._tell(job.result, error)
         self._note_device_failure(error)

@@ -208,5 +208,5 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 def _check_itself(worker: str) -> None:
     if worker:
         raise InvalidArgumentError(
-            "worker", f"is {worker!r}; asked of a worker, which has one model, it must be empty"
+            "worker", f"is {worker!r}; a worker has one model, so it must be empty"
         )

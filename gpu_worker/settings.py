@@ -231,8 +231,7 @@ class WorkerSettings(ProcessSettings):
         host, disk = self.host_codec, self.disk_codec
         if host.is_quantized and disk.is_quantized and host != disk:
             raise ValueError(
-                f"disk_kv_codec is {disk}; it must not be less precise once more where"
-                f" host_kv_codec is {host}"
+                f"disk_kv_codec is {disk}; it must not quantize again where host_kv_codec is {host}"
             )
         return self
 
@@ -258,7 +257,7 @@ class WorkerSettings(ProcessSettings):
         for name, codec in (("host", self.host_codec), ("disk", self.disk_codec)):
             if codec.is_quantized:
                 raise ValueError(
-                    f"{name}_kv_codec is {codec}; it must not be less precise once more where"
+                    f"{name}_kv_codec is {codec}; it must not quantize again where"
                     f" kv_cache_dtype is {self.kv_cache_dtype}"
                 )
         return self

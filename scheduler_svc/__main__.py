@@ -8,7 +8,7 @@ from contract.errors import StaleEpochError
 from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
-from scheduler_svc.journal.frames import RecordingError
+from scheduler_svc.journal.entries import RecordingError
 from scheduler_svc.settings import SchedulerSettings
 
 log = structlog.get_logger()

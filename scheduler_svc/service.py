@@ -158,12 +158,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         roster, wanted = self._fleet.roster, request.query.worker
         unloaded = roster.unloaded(wanted)
         sessions = roster.attached(wanted) if not (wanted and unloaded) else {}
-        told = [
+        busy = [
             activity_to_proto(worker, it.step_log, it.load(), it.space(), request.query)
             for worker, it in sessions.items()
         ]
         idle = (common_pb2.WorkerActivity(worker=each, is_unloaded=True) for each in unloaded)
-        return scheduler_pb2.DescribeSchedulerActivityResponse(workers=[*told, *idle])
+        return scheduler_pb2.DescribeSchedulerActivityResponse(workers=[*busy, *idle])
 
     async def Migrate(  # noqa: N802
         self,

@@ -110,7 +110,7 @@ class SimulatedSteps:
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
-    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Run a step; its result comes when the device would have it.
 
         A step that fails ends its attachment: those behind it raise UnavailableError.
@@ -120,7 +120,7 @@ class SimulatedSteps:
             result.set_exception(UnavailableError("a step before this one failed: attach again"))
             return result
         try:
-            scheduled, output = self._run(step)
+            scheduled, output = self._run(plan)
         except Exception as error:  # noqa: BLE001 - raised to the caller that sent the step
             self._forget()
             self._labels.clear()
@@ -129,7 +129,7 @@ class SimulatedSteps:
             return result
         self._free_at_s = max(time.monotonic(), self._free_at_s) + output.execute_s
         if output.num_computed_tokens:
-            self._computing_step_id = step.step_id
+            self._computing_step_id = plan.step_id
             for waiting in self._idle:
                 self._finish_at(0.0, waiting)
             self._idle.clear()

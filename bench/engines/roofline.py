@@ -20,9 +20,9 @@ class ModelCost:
     weight_bytes: int
     """Read by each decode step: all weights but the embedding."""
     layer_parameters: int
-    """Of the matrices that each token is multiplied by, without the last one."""
+    """Elements of the matrices that each token is multiplied by, without the last one."""
     head_parameters: int
-    """Of the last one, which only the last token of a prompt is multiplied by."""
+    """Elements of the last one, which only a prompt's last token is multiplied by."""
     attention_per_token: int
     """Operations of a query for each token that it attends to."""
 

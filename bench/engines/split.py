@@ -37,7 +37,7 @@ class SplitTax:
     """Each side's tokens per second, round by round, on the same requests."""
 
     def ratios(self) -> dict[str, Spread]:
-        """Those whose two sides were measured; 1 is no tax."""
+        """The ratios whose two sides were measured; 1 is no tax."""
         return {
             name: Spread.of_ratios(self.tok_s[above], self.tok_s[below])
             for name, (_, above, below) in _RATIOS.items()

@@ -6,12 +6,14 @@ import itertools
 import random
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from faults.link import Link
+from harness.case import BenchError
 from harness.processes import Process, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -90,12 +92,14 @@ class ChaosService:
 
         One ready scheduler is enough: a standby is not ready.
         """
-        async with asyncio.timeout(_START_S):
-            for name in names or self._kinds():
-                while not await self._is_ready(await self._resolve(name)):
-                    for each in self._schedulers if name == _SCHEDULER else [name]:
-                        self._check(each)
-                    await asyncio.sleep(_POLL_S)
+        deadline = time.monotonic() + _START_S
+        for name in names or self._kinds():
+            while not await self._is_ready(await self._resolve(name)):
+                for each in self._processes:
+                    self._check(each)
+                if time.monotonic() > deadline:
+                    raise BenchError(f"{name} is not ready after {_START_S:.0f} s; see --logs")
+                await asyncio.sleep(_POLL_S)
 
     def draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
         """Draw faults without end: of each three, one for each kind of process or its link.

@@ -44,7 +44,7 @@ class Size:
 
     max_seqs: int
     max_tokens: int
-    """Of a sequence, or of a step."""
+    """Most tokens of a sequence, or of a step."""
     max_width: int
     dtype: torch.dtype
 

@@ -74,7 +74,7 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--shape", choices=SHAPES, required=True)
     add("--device", default="cuda")
-    add("--concurrency", type=numbers, default=(1, 256))
+    add("--concurrency", type=numbers, default="1,256")
     add("--input-len", type=int, default=128)
     add("--output-len", type=int, default=256)
     add("--kinds", default="generate,continuous_batching")

@@ -27,7 +27,7 @@ _MAX_BYTES: Final = 60 * 1024**2
 
 
 def requirements() -> list[Requirement]:
-    """Those of pyproject.toml for all processes, and of the kernels' tests."""
+    """Requirements of all processes, from pyproject.toml, and of the kernels' tests."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *project["optional-dependencies"]["worker"], *_TESTS]
     return [each for each in map(Requirement, texts) if each.name not in _NOT_SENT]

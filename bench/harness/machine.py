@@ -16,7 +16,7 @@ _INSTRUCTION_SETS = (
     *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "sve2", "bf16", "i8mm"),  # Arm's
 )
-"""Those that the kernels look for, or that decide how fast matrix products are."""
+"""Sets that the kernels look for, or that decide how fast matrix products are."""
 
 
 def machine_facts() -> dict[str, Any]:

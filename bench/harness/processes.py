@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """As of `subprocess`; None while it runs, or if it was never started."""
+        """As `subprocess` gives it; None while it runs, or if it was never started."""
         return None if self._process is None else self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
@@ -112,11 +113,13 @@ class Process:
         return None
 
     async def wait_until_ready(self) -> None:
-        """Raise BenchError with the end of the log if it does not start."""
-        async with asyncio.timeout(_START_S):
-            while await self.get("/ready") is None:
-                self.check_runs()
-                await asyncio.sleep(_POLL_S)
+        """Raises BenchError with the end of the log if it does not start."""
+        deadline = time.monotonic() + _START_S
+        while await self.get("/ready") is None:
+            self.check_runs()
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self.name} is not ready; its log ends:\n{self.log_tail()}")
+            await asyncio.sleep(_POLL_S)
 
     def check_runs(self) -> None:
         if self.exit_code is not None:

@@ -43,11 +43,11 @@ class Engine(Protocol):
     """One model's share of the device. The sets name jobs by number."""
 
     started: set[int]
-    """Those that have run."""
+    """Jobs that have run."""
     no_room: set[int]
-    """Those that could not start when their turn came, or go on, because too little was free."""
+    """Jobs that could not start in their turn, or go on, because too little was free."""
     no_run: set[int]
-    """Those that could not start when their turn came although enough was free."""
+    """Jobs that could not start in their turn although enough was free."""
 
     def step(self, now: float) -> Step:
         """Compute a step that begins at `now`, in seconds."""

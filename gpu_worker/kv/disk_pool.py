@@ -241,4 +241,4 @@ class DiskPool:
         """Log the first failure of each kind only: a full disk has thousands. All are counted."""
         if kind not in self._told:
             self._told.add(kind)
-            _log.warning("a KV block was lost at the disk", move=kind, problem=str(problem))
+            _log.warning("a disk move of a KV block failed", move=kind, problem=str(problem))

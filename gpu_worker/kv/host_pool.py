@@ -152,7 +152,7 @@ class HostPool:
                     _copy_runs(self._device_blocks, src, self._host_blocks, dst)
                 else:
                     self._encode(self._codec, src, dst)
-        self._remember(dst)
+        self.accept(dst)
 
     def swap_in(self, src: Int32Array, dst: Int32Array) -> Int32Array:
         """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
@@ -181,8 +181,11 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Trust int32[N] host blocks that another tier has written."""
-        self._remember(blocks)
+        """Trust int32[N] host blocks as they are now: remember their checksums."""
+        if self._checksums is not None:
+            self._await_stores()
+            for block in blocks.tolist():
+                self._checksums[block] = self._checksum(block)
 
     def read(self, block_ids: Int32Array) -> bytes | None:
         """Contents of int32[N] host blocks; None if one has changed since it was written."""
@@ -198,7 +201,7 @@ class HostPool:
         self.synchronize()
         blocks = self._host_blocks.numpy()
         blocks[block_ids] = np.frombuffer(content, np.uint8).reshape(len(block_ids), -1)
-        self._remember(block_ids)
+        self.accept(block_ids)
 
     def synchronize(self) -> None:
         if self._streams is not None:
@@ -260,12 +263,6 @@ class HostPool:
 
     def _loading(self) -> AbstractContextManager[None]:
         return nullcontext() if self._streams is None else self._streams.loading()
-
-    def _remember(self, blocks: Int32Array) -> None:
-        if self._checksums is not None:
-            self._await_stores()
-            for block in blocks.tolist():
-                self._checksums[block] = self._checksum(block)
 
     def _await_stores(self) -> None:
         """Wait until all swapped-out blocks are in host memory."""

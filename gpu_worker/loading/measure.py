@@ -6,6 +6,7 @@ computation, so neither would show the cost of a preemption.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,13 +16,58 @@ from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.kv_tiers import LowerTiers
+from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.sampling.params import SamplingParams
+from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
+from gpu_worker.weights.json_fields import ModelError
 
 _SWAP_BYTES = 64 * 1024**2
 _MAX_PREFILL_TOKENS = 512
 _NUM_ROUNDS = 2
 """The first round also pays one-time costs: page faults, kernel compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """See `WorkerInfo`; 0: not measured."""
+
+    swap_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+
+
+def measure_rates(
+    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
+) -> Rates:
+    """Measure this rank's rates; there are host blocks.
+
+    Raises:
+        ModelError: The disk does not return what was stored.
+    """
+    assert tiers.host_pool is not None
+    disk_rate = 0.0
+    swap_rate = swap_bytes_per_s(tiers.host_pool, pool)
+    prefill_rate = prefill_tokens_per_s(executor, limits)
+    if tiers.disk_pool is not None:
+        try:
+            disk_rate = disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        except OSError as error:
+            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
+    return Rates(swap_rate, prefill_rate, disk_rate)
+
+
+def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
+    """The rates of all ranks together (the slowest counts), and the bytes of a block in all.
+
+    There is no disk tier.
+    """
+    total_bytes = ranks.total(block_bytes)[0]
+    blocks_per_s, prefill_tokens_per_s = ranks.least(
+        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
+    )
+    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
 
 
 def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:

@@ -211,7 +211,7 @@ class ModelSlot:
             await self._load(self._settings_of(load.directory), report)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             problem = _explain(error, load.directory)
-            _log.warning("no model is loaded", reason=str(problem))
+            _log.warning("loading a model failed", reason=str(problem))
             await asyncio.to_thread(_begin_release)
             _forget_frames(error)
             await asyncio.to_thread(_release)

@@ -13,12 +13,14 @@ import torch
 from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
-from gpu_worker.loading import kv_memory, measure
+from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
+from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
@@ -31,7 +33,6 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 
@@ -43,17 +44,8 @@ _CPU_SATURATING_TOKENS = 512
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """See `WorkerInfo`; 0: not measured."""
-
-    swap_bytes_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    disk_bytes_per_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelPart:
+class RankModel:
     """One rank's part of a model, and the facts about the whole model."""
 
     executor: Executor
@@ -75,11 +67,11 @@ class ModelPart:
     """Loads an adapter, given its name and directory; raises ModelError."""
 
 
-def load_part(
+def load_rank_model(
     member: Member,
     report: Callable[[str, float | None], None],
     meet: Callable[[Place, torch.device], Ranks | None],
-) -> ModelPart:
+) -> RankModel:
     """Load this rank's part of the model. All ranks do this at the same time.
 
     Args:
@@ -92,24 +84,32 @@ def load_part(
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
     """
     with ExitStack() as undo:
-        part = _load_part(member, report, meet, undo)
+        part = _load_rank_model(member, report, meet, undo)
         undo.pop_all()
     return part
 
 
-def _load_part(
+def _load_rank_model(
     member: Member,
     report: Callable[[str, float | None], None],
     meet: Callable[[Place, torch.device], Ranks | None],
     undo: ExitStack,
-) -> ModelPart:
+) -> RankModel:
+    """As `load_rank_model`; `undo` gets what must be released if a later step fails.
+
+    First everything that can be refused without reading weights: device, config, dtypes, adapters.
+    Then the ranks meet, so that none loads gigabytes in vain. Weights come before KV, because on a
+    GPU the KV pool gets what the largest step leaves. The rank with the fewest blocks decides for
+    all. The host and disk tiers hang below the pool. Last the executor: graphs are captured at the
+    pool's final addresses, and rates are measured with the whole thing in place.
+    """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
-        _log.warning("load-format is dummy: weights are random, and what the model says nonsense")
+        _log.warning("load-format is dummy: weights are random and the output is nonsense")
     source = open_model(
         settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
     )
@@ -175,10 +175,10 @@ def _load_part(
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
-        measured = _measure(settings, executor, limits, tiers, pool)
+        measured = measure_rates(settings, executor, limits, tiers, pool)
     if ranks is not None:
-        measured, bytes_per_block = _rates_of_all(measured, bytes_per_block, ranks)
-    return ModelPart(
+        measured, bytes_per_block = rates_of_all(measured, bytes_per_block, ranks)
+    return RankModel(
         executor=executor,
         limits=limits,
         eos_token_ids=eos_token_ids,
@@ -249,34 +249,6 @@ def _capture_graphs(
     else:
         _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
     torch.cuda.empty_cache()  # used by the runs before the captures
-
-
-def _measure(
-    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
-) -> Rates:
-    """Measure this rank's rates; there are host blocks."""
-    assert tiers.host_pool is not None
-    swap_bytes_per_s = measure.swap_bytes_per_s(tiers.host_pool, pool)
-    prefill_tokens_per_s = measure.prefill_tokens_per_s(executor, limits)
-    disk_bytes_per_s = 0.0
-    if tiers.disk_pool is not None:
-        try:
-            disk_bytes_per_s = measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
-        except OSError as error:
-            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
-    return Rates(swap_bytes_per_s, prefill_tokens_per_s, disk_bytes_per_s)
-
-
-def _rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
-    """The rates of all ranks together (the slowest counts), and the bytes of a block in all.
-
-    There is no disk tier.
-    """
-    total_bytes = ranks.total(block_bytes)[0]
-    blocks_per_s, prefill_tokens_per_s = ranks.least(
-        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
-    )
-    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
 
 
 def _kv_dtypes(

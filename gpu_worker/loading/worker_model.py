@@ -13,7 +13,7 @@ from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.loading.device import device_name
-from gpu_worker.loading.rank_model import ModelPart, load_part
+from gpu_worker.loading.rank_model import RankModel, load_rank_model
 from gpu_worker.loop import StepLoop
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.memory.available import device_available_bytes
@@ -66,7 +66,7 @@ def load(
         return Ranks(place, store, device)
 
     member = Member(settings) if leader is None else leader.member
-    loaded = load_part(member, report, meet)
+    loaded = load_rank_model(member, report, meet)
     info = _describe(settings, loaded)
     _tell(settings, loaded, info)
     shares = settings.memory_warning_share, settings.memory_critical_share
@@ -96,7 +96,7 @@ def _load_adapter(
     return load
 
 
-def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
+def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
     name = device_name(loaded.device)
@@ -125,7 +125,7 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
     )
 
 
-def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
+def _tell(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> None:
     """Write metrics and log what is served."""
     limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
@@ -169,7 +169,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
     def meet(place: Place, device: torch.device) -> Ranks:
         return Ranks(place, find_store(address, welcome["store_port"]), device)
 
-    loaded = load_part(member, lambda *_: None, meet)
+    loaded = load_rank_model(member, lambda *_: None, meet)
     return loaded.executor, loaded.limits
 
 

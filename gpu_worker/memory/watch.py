@@ -164,4 +164,4 @@ class MemoryMonitor:
         except (RuntimeError, OSError, ValueError) as error:  # steps report a device's failure
             self._has_failed = True
             metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
-            _log.warning("device memory is watched no more", error=str(error))
+            _log.warning("stopped watching device memory", error=str(error))

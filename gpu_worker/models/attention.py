@@ -1,4 +1,4 @@
-"""Paged attention of one layer, for a batch of decodes and prefill chunks.
+"""The interface of a decoder, and paged attention of one layer for decodes and prefill chunks.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `M` blocks of
 the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
@@ -6,6 +6,7 @@ the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
@@ -76,6 +77,22 @@ class WantedTokens:
     """int64[N]: indexes into the step's tokens, ascending."""
     metadata: AttentionMetadata
     """The same sequences with only these tokens; some may have none."""
+
+
+class Decoder(Protocol):
+    """A model of any family, as `registry.open_model` loads it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[S, V] from hidden states `[S, E]`."""
 
 
 def paged_attention(

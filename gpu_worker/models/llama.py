@@ -27,7 +27,7 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
+class LlamaDecoder:
     """A language model. Immutable. Callers are in `torch.inference_mode()`."""
 
     config: LlamaConfig
@@ -184,7 +184,7 @@ def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
     return NativeWanted(places, alone.query_start_loc, adapters)
 
 
-def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
+def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
     """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
@@ -199,7 +199,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
     if place.is_last_stage:
         final_norm = weights.tensor("model.norm.weight", hidden)
         lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
-    return Decoder(
+    return LlamaDecoder(
         config=split_llama_config(config, place),
         embedding=embedding,
         layers=decoder_layers,

@@ -91,7 +91,7 @@ class NeoxDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute a step's tokens; see `llama.Decoder.forward`."""
+        """Compute a step's tokens; see `LlamaDecoder.forward`."""
         if self.embedding is None:
             x = self._others.receive(len(token_ids), self.layers[0].attention_norm.weight)
         else:
@@ -118,7 +118,7 @@ class NeoxDecoder:
         return self.final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `llama.Decoder.logits`."""
+        """See `LlamaDecoder.logits`."""
         if self.lm_head is None:
             return hidden[:, :0].float()
         return self.lm_head(hidden).float()

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
@@ -19,7 +20,6 @@ from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.place import Place
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights

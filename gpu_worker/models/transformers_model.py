@@ -61,7 +61,7 @@ class TransformersModel:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute a step's tokens; see `llama.Decoder.forward`."""
+        """Compute a step's tokens; see `LlamaDecoder.forward`."""
         self._pool, self._metadata = pool, metadata
         try:
             out = self._base(

@@ -59,9 +59,9 @@ class Follower:
             frame = self._frames.get()
             match frame.kind:
                 case Kind.LAUNCH:
-                    step = plan_of(worker_pb2.StepBatch.FromString(frame.content), limits)
+                    plan = plan_of(worker_pb2.StepBatch.FromString(frame.content), limits)
                     try:
-                        pending.append(executor.launch(step))
+                        pending.append(executor.launch(plan))
                     except QuireError as error:  # rank 0 refuses it, too, and reports it
                         _log.debug("refused a step", error=str(error))
                 case Kind.COLLECT:

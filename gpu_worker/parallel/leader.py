@@ -94,7 +94,7 @@ class Leader:
             try:
                 link.send(Frame(Kind.CLOSE))
             except OSError:
-                _log.warning("a rank was gone before its end")
+                _log.warning("a rank ended early")
         self._listener.close()
         self._local.end()
 

@@ -44,11 +44,11 @@ class LeadingExecutor:
         """None: each rank has only a part of a block, so blocks are not read or written whole."""
         return
 
-    def launch(self, step: Plan) -> LaunchedStep:
-        assert step.serialize is not None, "a step of the scheduler's"
-        self._leader.tell(Frame(Kind.LAUNCH, step.serialize()))
+    def launch(self, plan: Plan) -> LaunchedStep:
+        assert plan.serialize is not None, "a step of the scheduler's"
+        self._leader.tell(Frame(Kind.LAUNCH, plan.serialize()))
         with self._together():
-            return self._executor.launch(step)
+            return self._executor.launch(plan)
 
     def collect(self, launched: LaunchedStep) -> Result:
         with self._together():
@@ -69,12 +69,12 @@ class LeadingExecutor:
     def resize_pool(self, num_blocks: int) -> None:
         """Refuse: each rank has a pool of its own."""
         raise UnimplementedError(
-            f"num_blocks is {num_blocks}: a pool that is in parts on several devices is not resized"
+            f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
         """Refuse: each rank would need its part."""
-        raise UnimplementedError("a model that is in parts on several devices has no adapters")
+        raise UnimplementedError("a model on several devices cannot have adapters")
 
     def remove_adapter(self, number: int) -> None:
         """There are no adapters."""

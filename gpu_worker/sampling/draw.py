@@ -8,13 +8,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from contract.arrays import Int64Array, Uint64Array
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _TILE = 256
 
 
-def uniforms(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float64]:
     """float64[S] in [0, 1) for each (seed, position): SplitMix64 as a counter.
 
     For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0) it
@@ -31,7 +31,7 @@ def uniforms(
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    top_bits: npt.NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
+    top_bits: Uint64Array = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
     return np.ldexp(top_bits.astype(np.float64), -53)
 
 

@@ -23,9 +23,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import llguidance
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 from kernels import ops
 
@@ -79,9 +79,9 @@ _MAX_COMPILED = 64
 class ForcedTokens:
     """Tokens that sequences of a step must sample; at least one. On the host."""
 
-    places: npt.NDArray[np.int64]
+    places: Int64Array
     """int64[F]: which sequences, ascending."""
-    token_ids: npt.NDArray[np.int64]
+    token_ids: Int64Array
     """int64[F]."""
 
 
@@ -116,7 +116,7 @@ class _Row:
         recomputes what it forces."""
         self.forced: int | None = None
         """The only token that may come next; None: what `admitted` says."""
-        self.admitted: npt.NDArray[np.int32]
+        self.admitted: Int32Array
         """int32[W], valid if `forced` is None: token t is bit t % 32 of word t // 32."""
         self.is_stuck = False
         """Whether no token may come."""
@@ -205,7 +205,7 @@ class StructuredOutput:
         if not self._rows:
             self._moves.clear()  # after a failed step their tokens never come
 
-    def forced(self, rows: Sequence[int], places: npt.NDArray[np.int64]) -> ForcedTokens | None:
+    def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
         """Rows that must sample a certain token; None if there are none.
 
         Args:
@@ -223,9 +223,7 @@ class StructuredOutput:
             return None
         return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
-    def restrict(
-        self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def restrict(self, logits: torch.Tensor, rows: Sequence[int], places: Int64Array) -> Int64Array:
         """Set the logits of tokens that the grammars do not admit to -inf.
 
         Args:
@@ -244,10 +242,7 @@ class StructuredOutput:
         return places[[i for i, entry in enumerate(entries) if entry.is_stuck]]
 
     def expect(
-        self,
-        rows: Sequence[int],
-        places: npt.NDArray[np.int64],
-        token_ids: Callable[[], npt.NDArray[np.int64]],
+        self, rows: Sequence[int], places: Int64Array, token_ids: Callable[[], Int64Array]
     ) -> None:
         """Advance the grammars of `rows` by the tokens that they sample.
 
@@ -312,7 +307,7 @@ class StructuredOutput:
                 entry.is_stuck = True
                 mask[:] = 0
 
-    def _mask_of(self, entry: _Row) -> npt.NDArray[np.int32]:
+    def _mask_of(self, entry: _Row) -> Int32Array:
         if entry.forced is None:
             return entry.admitted
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from contract.arrays import BoolArray, Int64Array
+from contract.arrays import BoolArray, Float32Array, Int64Array
 from contract.step import TokenLogprob
 from gpu_worker.memory.transfer import Download
 
@@ -19,9 +18,9 @@ from gpu_worker.memory.transfer import Download
 class SampledLogprobs:
     """Log-probabilities of the model's own distribution, before penalties, bias or grammars."""
 
-    places: npt.NDArray[np.int64]
+    places: Int64Array
     """int64[L] on the host: which of the S sequences, ascending."""
-    num_top: npt.NDArray[np.int64]
+    num_top: Int64Array
     """int64[L] on the host: how many top tokens each asked for."""
     chosen: torch.Tensor
     """float32[L]: of the sampled tokens."""
@@ -40,7 +39,7 @@ class Sampled:
     is_finite: torch.Tensor
     """bool[S]: whether all of the sequence's logits were finite."""
     logprobs: SampledLogprobs | None
-    stuck: npt.NDArray[np.int64]
+    stuck: Int64Array
     """int64[*] on the host: sequences whose grammar admits no token."""
 
 
@@ -130,9 +129,9 @@ class Readback:
 
 def _token_logprobs(
     logprobs: SampledLogprobs,
-    chosen: npt.NDArray[np.float32],  # [L]
+    chosen: Float32Array,  # [L]
     top_token_ids: Int64Array,  # [L, most of num_top]
-    top_logprobs: npt.NDArray[np.float32],  # [L, most of num_top]
+    top_logprobs: Float32Array,  # [L, most of num_top]
 ) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
@@ -56,11 +56,7 @@ class Sampler:
         self.table = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
 
     def add(
-        self,
-        row: int,
-        params: SamplingParams,
-        token_ids: npt.NDArray[np.int32],
-        num_prompt_tokens: int,
+        self, row: int, params: SamplingParams, token_ids: Int32Array, num_prompt_tokens: int
     ) -> None:
         """Give a free row its parameters; `token_ids` are its known tokens, prompt first."""
         self.table.set(row, params)
@@ -77,11 +73,7 @@ class Sampler:
             self._structured.release(rows)
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        num_outputs: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
     ) -> Sampled:
         """Sample the next token of each sequence, and count it where penalties need that.
 
@@ -100,7 +92,7 @@ class Sampler:
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
-            raw_logprobs = logits.index_select(0, index).log_softmax(1)
+            raw_logprobs = logits.index_select(0, index).log_softmax(1)  # [L, V]
         penalized = np.nonzero(table.has_penalties[rows])[0]
         slots = None
         if len(penalized):
@@ -116,16 +108,14 @@ class Sampler:
             self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
 
-    def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
+    def forced(self, rows: Int64Array) -> ForcedTokens | None:
         """Tokens forced by grammars, which need no logits; None if there are none."""
         if self._structured is None or not self._structured.may_force:
             return None
         (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
         return self._structured.forced(rows[places].tolist(), places)
 
-    def follow(
-        self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
-    ) -> None:
+    def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
         """Advance the grammars by what a step has sampled.
 
         Args:
@@ -138,9 +128,7 @@ class Sampler:
         if len(places):
             self._structured.expect(rows[places].tolist(), places, token_ids)
 
-    def _penalize(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    def _penalize(self, logits: torch.Tensor, rows: Int64Array, places: Int64Array) -> torch.Tensor:
         """Penalize the logits of the sequences at `places`. Returns their count slots, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
@@ -157,7 +145,7 @@ class Sampler:
         logits.index_copy_(0, index, changed)
         return slots
 
-    def _add_bias(self, logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def _add_bias(self, logits: torch.Tensor, rows: Int64Array) -> None:
         places = np.nonzero(self.table.has_bias[rows])[0]
         if not len(places):
             return
@@ -173,25 +161,19 @@ class Sampler:
         logits.index_put_((index, token_ids), values, accumulate=True)
 
     def _suppress_ends(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        num_outputs: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64Array, num_outputs: Int64Array
     ) -> None:
         places = np.nonzero(num_outputs < self.table.min_tokens[rows])[0]
         if not len(places):
             return
         ends = self.table.end_token_ids[rows[places]]
-        which, column = np.nonzero(ends != NO_TOKEN)
+        which, column = np.nonzero(ends != NO_TOKEN)  # of each end token
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
     def _choose_admitted(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> tuple[torch.Tensor, Int64Array]:
         """As `_choose`, within the grammars; also returns the indexes of stuck sequences."""
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
@@ -201,12 +183,7 @@ class Sampler:
         return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        *,
-        is_suppressed: bool,
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, *, is_suppressed: bool
     ) -> torch.Tensor:
         """int64[S]: the most likely token or a draw, by the final logits.
 
@@ -230,16 +207,16 @@ class Sampler:
     def _draw(
         self,
         logits: torch.Tensor,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        places: Int64Array,
+        rows: Int64Array,
+        positions: Int64Array,
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
         """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
         table = self.table
-        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
-        uniform = uniforms(table.seed[rows], positions)
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
+        uniform = uniforms(table.seed[rows], positions)  # [len(rows)]
         is_cut = table.is_cut[rows]
         if not is_cut.any():
             return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
@@ -257,7 +234,7 @@ class Sampler:
 
     def _draw_cut(
         self,
-        rows: npt.NDArray[np.int64],
+        rows: Int64Array,
         logits: torch.Tensor,
         places: torch.Tensor,
         temperature: torch.Tensor,
@@ -269,19 +246,15 @@ class Sampler:
         table = self.table
         # Subtracting the maximum first keeps every temperature from overflowing. It is -inf if all
         # tokens are suppressed.
-        scaled = logits.index_select(0, places)
-        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        scaled = logits.index_select(0, places)  # [len(places), V]
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)  # [len(places), 1]
         scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
         weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         return draw(weights, uniform)
 
     def _draw_by_kernel(
-        self,
-        logits: torch.Tensor,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, places: Int64Array, rows: Int64Array, positions: Int64Array
     ) -> torch.Tensor:
         """As `_draw`, for a GPU: without sorting, and without waiting for the device."""
         table = self.table
@@ -305,8 +278,8 @@ class Sampler:
         self,
         raw_logprobs: torch.Tensor,
         token_ids: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        rows: Int64Array,
+        places: Int64Array,
     ) -> SampledLogprobs:
         (index,) = upload([places], self._device)
         num_top = self.table.num_top_logprobs[rows[places]]
@@ -318,7 +291,7 @@ class Sampler:
 def sample_others(
     forced: ForcedTokens,
     hidden: torch.Tensor,
-    sample: Callable[[torch.Tensor, npt.NDArray[np.int64]], Sampled],
+    sample: Callable[[torch.Tensor, Int64Array], Sampled],
 ) -> Sampled:
     """Sample a step in which grammars force some tokens: those need no logits. CPU only.
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import Float32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 
 _FEW = (64, 1024)
@@ -16,9 +17,9 @@ _FEW = (64, 1024)
 def truncate(
     logits: torch.Tensor,
     weights: torch.Tensor,
-    top_k: npt.NDArray[np.int64],
+    top_k: Int64Array,
     top_p: npt.NDArray[np.float64],
-    min_p: npt.NDArray[np.float32],
+    min_p: Float32Array,
 ) -> None:
     """Set the weight of each token that is cut off to 0, in place.
 

@@ -58,7 +58,7 @@ class Steps(HostBlocks, Protocol):
     async def attach(self, attachment: int) -> Holdings:
         """Forget all rows; then obey only `attachment`. Returns what the worker held."""
 
-    def submit(self, attachment: int, step: Plan) -> "asyncio.Future[Result]":
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
@@ -272,13 +272,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         # run by now. Epoch and format are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
-                f"KV is wanted of worker instance {request.instance_id:#x}; "
+                f"KV is requested from worker instance {request.instance_id:#x}; "
                 f"this is {info.worker_id}, instance {info.instance_id:#x}"
             )
         attachment = self._attachments.of(request.epoch)
         if request.kv_format != info.kv_format:
             raise FailedPreconditionError(
-                f"KV is wanted as {request.kv_format}; this worker has {info.kv_format}"
+                f"KV is requested as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
         async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
@@ -377,8 +377,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
-            step = plan_of(batch, info.limits)
-        return steps.submit(newest.number, step)
+            plan = plan_of(batch, info.limits)
+        return steps.submit(newest.number, plan)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:
@@ -393,7 +393,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def _require_whole_blocks(info: WorkerInfo) -> None:
     if not info.takes_kv:
         raise UnimplementedError(
-            f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
+            f"{info.worker_id} does not transfer KV: each block is split over several devices"
         )
 
 

@@ -83,7 +83,7 @@ async def pull_kv(
         try:
             async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):
                 if piece is None:  # gRPC could not parse the message
-                    raise UnavailableError(f"{source_target} sent what is no message")
+                    raise UnavailableError(f"{source_target} sent an invalid message")
                 num_blocks = len(piece.content) // block_bytes
                 max_bytes = (len(block_ids) - num_done) * block_bytes
                 _check(piece, num_blocks * block_bytes, max_bytes)

@@ -26,13 +26,14 @@ from contract.step import Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.model_runner import Decoder, forward
+from gpu_worker.step.model_runner import forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 
@@ -65,17 +66,17 @@ class ModelDrafter:
     def num_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
-    def prepare(self, step: Plan, rows: Rows) -> None:
+    def prepare(self, plan: Plan, rows: Rows) -> None:
         """Follow moved, new and swapped-in blocks."""
         block_size = self._limits.block_size
-        self._is_valid[step.swap_in_dst_block_ids] = False
-        src, dst = step.copy_src_block_ids, step.copy_dst_block_ids
+        self._is_valid[plan.swap_in_dst_block_ids] = False
+        src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
         if len(src):
             self._is_valid[dst] = self._is_valid[src]
             where = upload([src.astype(np.int64), dst.astype(np.int64)], self._device)
             self._pool.copy(*where)
-        self._is_valid[step.appended_block_ids] = False
-        for new in step.new_sequences:
+        self._is_valid[plan.appended_block_ids] = False
+        for new in plan.new_sequences:
             table = rows.block_tables[new.row, : len(new.block_ids)]
             num_full = new.num_computed_tokens // block_size
             self._is_valid[table[num_full:]] = False
@@ -87,14 +88,14 @@ class ModelDrafter:
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
         """Compute tokens that rows gained without guesses, at most a step's worth in total."""
         self._take_in_guesses(rows, drafting)
-        starts = self._num_computed[drafting]
+        starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
         lags = num_left > self._num_draft_tokens + 1
         if not lags.any():
             return ~lags
         wanted = np.where(lags, num_left - 1, 0)  # `guess` computes the last token
         room = self._limits.max_num_batched_tokens - (np.cumsum(wanted) - wanted)
-        lens = np.minimum(wanted, np.maximum(room, 0))
+        lens = np.minimum(wanted, np.maximum(room, 0))  # [N]
         (some,) = np.nonzero(lens)
         chunk = drafting[some]
         self._forward(rows, _scheduled(rows, chunk, starts[some], lens[some], samples=False))
@@ -131,12 +132,12 @@ class ModelDrafter:
     def _take_in_guesses(self, rows: Rows, drafting: Int64Array) -> None:
         """Count computed guesses that turned out right as computed."""
         starts = self._num_computed[drafting]
-        distances = np.arange(self._num_draft_tokens - 1)
+        distances = np.arange(self._num_draft_tokens - 1)  # [K - 1]
         last = rows.token_ids.shape[1] - 1
         known = rows.token_ids[drafting[:, None], np.minimum(starts[:, None] + distances, last)]
         count = np.minimum(self._num_computed_guesses[drafting], rows.num_tokens[drafting] - starts)
         is_right = (known == self._computed_guesses[drafting]) & (distances < count[:, None])
-        num_right = np.cumprod(is_right, axis=1).sum(1)
+        num_right = np.cumprod(is_right, axis=1).sum(1)  # [N]
         # The last known token is always computed, to sample what follows it.
         num_computed = np.minimum(starts + num_right, rows.num_tokens[drafting] - 1)
         self._note_computed(rows, drafting, num_computed)
@@ -226,7 +227,7 @@ def load_draft_model(
         model_directory
     ):
         raise ModelError(
-            f"draft-model is {directory}; its tokens must be those of {model_directory.name}"
+            f"draft-model is {directory}; its vocabulary must be that of {model_directory.name}"
         )
     if config.max_model_len < limits.max_model_len:
         raise ModelError(

@@ -5,15 +5,12 @@ A wrong guess costs time, and never changes the output; see `verify.py`.
 
 from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from contract.arrays import BoolArray, Int64Array
+from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step.rows import Rows
 
-Guesses: TypeAlias = list[npt.NDArray[np.int32]]
+Guesses: TypeAlias = list[Int32Array]
 """The guessed next tokens of each row, in order."""
 
 
@@ -22,7 +19,7 @@ class Drafter(Protocol):
     def num_draft_tokens(self) -> int:
         """Most tokens that it is asked for at once; at least 1."""
 
-    def prepare(self, step: Plan, rows: Rows) -> None:
+    def prepare(self, plan: Plan, rows: Rows) -> None:
         """Follow a step's changes. Called for each step, after they were applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:

@@ -40,10 +40,10 @@ class NgramDrafter:
     def num_draft_tokens(self) -> int:
         return self._num_draft_tokens
 
-    def prepare(self, step: Plan, rows: Rows) -> None:
+    def prepare(self, plan: Plan, rows: Rows) -> None:
         """Forget released rows."""
         del rows
-        for row in step.released_rows.tolist():
+        for row in plan.released_rows.tolist():
             self._row_to_index.pop(row, None)
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:

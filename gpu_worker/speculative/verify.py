@@ -54,12 +54,12 @@ class Speculation:
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
         self._guessing_s = 0.0  # in the current step
 
-    def extend(self, step: Plan, scheduled: ScheduledRows) -> ScheduledRows:
+    def extend(self, plan: Plan, scheduled: ScheduledRows) -> ScheduledRows:
         """Add guesses for decoding rows, as many as are worth it and have room."""
         self._guessing_s = 0.0
-        self._drafter.prepare(step, self._rows)
-        if step.new_sequences:
-            self._lengths.open([new.row for new in step.new_sequences])
+        self._drafter.prepare(plan, self._rows)
+        if plan.new_sequences:
+            self._lengths.open([new.row for new in plan.new_sequences])
         if not scheduled.num_decodes:
             return scheduled
         decoding = scheduled.rows[: scheduled.num_decodes]
@@ -89,10 +89,10 @@ class Speculation:
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)
         ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
-        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends
+        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends  # bool[N]
         # A token is kept if all earlier ones of its row go on.
-        num_breaks = np.cumsum(~goes_on) - ~goes_on
-        first = np.searchsorted(scheduled.sampling, scheduled.sampling)
+        num_breaks = np.cumsum(~goes_on) - ~goes_on  # [N]: before each token
+        first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: of the same row
         kept: BoolArray = num_breaks == num_breaks[first]
         return kept
 
@@ -160,17 +160,17 @@ class Speculation:
 def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows) -> ScheduledRows:
     """Let decoding rows compute `num_guessed` more tokens each; rows without guesses come first."""
     num_decoding = scheduled.num_decodes
-    order = np.argsort(num_guessed > 0, kind="stable")
-    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])
+    order = np.argsort(num_guessed > 0, kind="stable")  # [num_decoding]
+    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])  # [S]
     lens = scheduled.lens.copy()
     lens[:num_decoding] += num_guessed
     lens = lens[where]
     new_rows, starts = scheduled.rows[where], scheduled.starts[where]
     # A decoding row samples at each of its tokens; the others as before.
-    counts = lens[:num_decoding]
-    decoding = np.repeat(np.arange(num_decoding), counts)
-    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = starts[decoding] + 1 + offsets
+    counts = lens[:num_decoding]  # [num_decoding]; their sum is D
+    decoding = np.repeat(np.arange(num_decoding), counts)  # [D]: index of each token's row
+    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)  # [D]
+    positions = starts[decoding] + 1 + offsets  # [D]: of the sampled tokens
     is_guessed = offsets + 1 < counts[decoding]
     guesses = np.where(is_guessed, rows.token_ids[new_rows[decoding], positions], NO_TOKEN)
     others = scheduled.sampling[num_decoding:]

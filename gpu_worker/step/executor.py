@@ -24,6 +24,7 @@ from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
+from gpu_worker.models.attention import Decoder
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
@@ -34,7 +35,7 @@ from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
 from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.model_runner import ModelRunner
 from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
@@ -202,11 +203,11 @@ class Executor:
         """None if the worker has no host tier."""
         return self._moves.host_pool
 
-    def step(self, step: Plan) -> Result:
-        return self.collect(self.launch(step))
+    def step(self, plan: Plan) -> Result:
+        return self.collect(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, step: Plan) -> LaunchedStep:
+    def launch(self, plan: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
         First the rows change: sequences leave, join, and get more blocks; this fixes which rows
@@ -222,15 +223,15 @@ class Executor:
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
-            scheduled = self.rows.apply(step)
-            self._change_sequences(step)
+            scheduled = self.rows.apply(plan)
+            self._change_sequences(plan)
         if self._speculation is not None:
             with timeline.span("draft"):
-                scheduled = self._speculation.extend(step, scheduled)
-        self.labels.apply(step, self.rows, scheduled)  # guessed tokens are written, too
+                scheduled = self._speculation.extend(plan, scheduled)
+        self.labels.apply(plan, self.rows, scheduled)  # guessed tokens are written, too
         self._busy.begin()
         with timeline.span("move blocks"):
-            failed_swap_ins = self._moves.start(step)
+            failed_swap_ins = self._moves.start(plan)
         readback: Readback | None = None
         prompt_scores: tuple[PromptScores, ...] = ()
         if len(scheduled.rows):
@@ -241,7 +242,7 @@ class Executor:
         self._busy.end()
         disk_pool = None if len(scheduled.rows) else self._moves.disk_pool
         return LaunchedStep(
-            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
+            plan.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
     def collect(self, launched: LaunchedStep) -> Result:
@@ -307,16 +308,16 @@ class Executor:
             ),
         )
 
-    def _change_sequences(self, step: Plan) -> None:
+    def _change_sequences(self, plan: Plan) -> None:
         """Tell sampler, adapters and spans which sequences left and joined."""
-        released = step.released_rows.tolist()
+        released = plan.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
             self._adapters.free_unused()
-        if step.new_sequences:
-            self._spans.opened(step.new_sequences, time.time())
-        for new in step.new_sequences:
+        if plan.new_sequences:
+            self._spans.opened(plan.new_sequences, time.time())
+        for new in plan.new_sequences:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
 

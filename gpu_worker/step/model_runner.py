@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
@@ -12,7 +12,7 @@ from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
-from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import sample_others
@@ -25,22 +25,6 @@ from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 
 _log = structlog.get_logger()
-
-
-class Decoder(Protocol):
-    """A model, as `models.registry.open_model` loads it."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        pool: Any,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, V] from hidden states `[S, E]`."""
 
 
 def forward(
@@ -127,7 +111,7 @@ class ModelRunner:
                 if not self._takes_parts or halves(scheduled) is None:
                     raise
                 _log.warning(
-                    "no memory for a step: computing it in parts",
+                    "a step does not fit the memory: computing it in parts",
                     num_tokens=scheduled.num_tokens,
                     error=str(error),
                 )

@@ -77,7 +77,7 @@ def score_prompts(
         logits: Maps hidden states to float32 `[*, V]`.
     """
     wanting = np.nonzero(table.wants_prompt_logprobs[scheduled.rows])[0]
-    starts = np.cumsum(scheduled.lens) - scheduled.lens
+    starts = np.cumsum(scheduled.lens) - scheduled.lens  # [S]: of each sequence in the step
     parts, places, token_ids = [], [], []
     for i in wanting.tolist():
         row, first = int(scheduled.rows[i]), int(scheduled.starts[i])
@@ -97,7 +97,7 @@ def score_prompts(
     chosen, top_ids, top = [], [], []
     for start in range(0, len(index), piece):
         where, ids = index[start : start + piece], chosen_ids[start : start + piece]
-        logprobs = logits(hidden.index_select(0, where)).log_softmax(1)
+        logprobs = logits(hidden.index_select(0, where)).log_softmax(1)  # [piece, V]
         chosen.append(logprobs.gather(1, ids.unsqueeze(1)).squeeze(1))
         best = logprobs.topk(min(num_top, vocab_size), dim=1)
         top_ids.append(best.indices)

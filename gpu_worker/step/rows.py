@@ -100,7 +100,7 @@ class Rows:
     def num_used(self) -> int:
         return int(self.is_used.sum())
 
-    def apply(self, step: Plan) -> ScheduledRows:
+    def apply(self, plan: Plan) -> ScheduledRows:
         """Apply a step's changes, and count its computation as done.
 
         Raises:
@@ -109,14 +109,14 @@ class Rows:
 
         After an error the rows are undefined until `clear`.
         """
-        if len(step.released_rows):
-            self._release(step.released_rows)
-        for new_row in step.new_sequences:
+        if len(plan.released_rows):
+            self._release(plan.released_rows)
+        for new_row in plan.new_sequences:
             self._add(new_row)
-        if len(step.appended_rows):
-            self._append_blocks(step.appended_rows, step.appended_block_ids)
-        self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
-        return self._schedule(step)
+        if len(plan.appended_rows):
+            self._append_blocks(plan.appended_rows, plan.appended_block_ids)
+        self._rename_blocks(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
+        return self._schedule(plan)
 
     def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
         """Count the tokens, int64[N], that decoding rows gained in a step. Full rows end."""
@@ -264,19 +264,20 @@ class Rows:
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
 
-    def _schedule(self, step: Plan) -> ScheduledRows:
-        (decoding,) = self.is_decoding.nonzero()
-        if len(decoding) != step.num_decodes:
+    def _schedule(self, plan: Plan) -> ScheduledRows:
+        (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count
+        if len(decoding) != plan.num_decodes:
             raise BrokenInvariantError(
-                f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
-                f"{step.step_id}"
+                f"num_decodes is {plan.num_decodes}, but {len(decoding)} rows decode in step "
+                f"{plan.step_id}"
             )
-        chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
+        # int64[C] each, for C chunks
+        chunk_rows, chunk_lens = plan.chunk_rows.astype(np.int64), plan.chunk_lens.astype(np.int64)
         if len(chunk_rows):
             self._require_computable(chunk_rows, chunk_lens)
         decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
-        rows = np.concatenate([decodes, chunk_rows])
-        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])
+        rows = np.concatenate([decodes, chunk_rows])  # [S]
+        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])  # [S]
         if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
             raise InvalidArgumentError(
                 "chunk_lens",
@@ -284,14 +285,14 @@ class Rows:
                 f"{self._limits.max_num_batched_tokens}",
             )
         starts = self.num_computed[rows]
-        room = self.num_blocks[rows] * self._limits.block_size
+        room = self.num_blocks[rows] * self._limits.block_size  # [S], tokens
         _require(
             starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
         )
 
         # Ended rows keep counting: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
-        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
+        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]  # bool[C]
         sampled = chunk_rows[is_last]
         if not self._has_guesses:
             self.num_computed[decoding] += 1

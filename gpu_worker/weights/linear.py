@@ -18,6 +18,9 @@ _MAX_UNSPLIT_FEATURES = 1024
 """Beyond this K, oneDNN splits the sums of a single row, and only then, which rounds differently.
 
 A single row is then computed as two, so that a sequence's tokens do not depend on its batch.
+Measured with torch 2.13 on an AMD EPYC (family 26, model 2) on 2026-11-22: in float32 a single row
+differed for every K from 1,032 to 8,192 and for none up to 1,024; 2 to 32 rows never differed. On
+other CPUs it is a guess.
 """
 
 

@@ -16,5 +16,5 @@ def draw(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * running[:, -1:]
     token_ids = torch.searchsorted(running, target, right=True)
-    # Rounding may bring the target to the sum itself: never past the last token of any weight.
+    # Rounding may raise the target to the sum itself; never go past the last token with any weight.
     return torch.minimum(token_ids, running.argmax(1, keepdim=True)).squeeze(1)

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt, split_at_commas
+from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
 
 
 class RouterClientSettings(LinkSettings):
@@ -286,31 +286,14 @@ class ProbeSettings(_CommandSettings):
 class ReplaySettings(_CommandSettings):
     """Replay a recording of a scheduler (`--record`). Exits with 1 if a plan differs.
 
-    Shows totals, and for each preemption when it was, which sequence, why, and what it cost. With
-    --policy, shows instead what another policy would have done.
+    Shows totals, and for each preemption when it was, which sequence, why, and what it cost. What
+    another policy would have done, `bench/policy_study.py` simulates.
     """
 
     file: CliPositionalArg[Path]
     """The recording of one worker."""
     step: PositiveInt | None = None
     """Show the full plan of this step instead."""
-    policy: str = ""
-    """Simulate this policy and the recorded one on the recorded requests (docs/replay.md)."""
-    policy_arg: Annotated[tuple[str, ...], NoDecode] = ()
-    """Arguments of that policy, such as aging_s=30,weight_out=3."""
-
-    @field_validator("policy_arg", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return split_at_commas(value)
-
-    @model_validator(mode="after")
-    def _either_or(self) -> Self:
-        if self.policy and self.step is not None:
-            raise ValueError("--step: shows a recorded plan; it cannot be with --policy")
-        if self.policy_arg and not self.policy:
-            raise ValueError("--policy-arg: is given without --policy")
-        return self
 
 
 class DownSettings(_CommandSettings):

@@ -8,8 +8,7 @@ elsewhere as after a loss, or wait until a worker is attached.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 import structlog
 
@@ -34,29 +33,6 @@ _NOTICE_S = 15.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadedWorker:
-    """A worker without a model."""
-
-    worker: str
-    """Its target."""
-    was_unloaded: bool
-    """Whether it had no model before."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """How far a worker is with loading its model."""
-
-    worker: str
-    """Its target."""
-    status: str
-    progress: float | None = None
-    is_done: bool = False
-    was_loaded: bool = False
-    """Whether it was loaded before."""
-
-
 class WorkerCalls:
     """Calls the operators' services of workers, under one epoch; raises the workers' QuireErrors.
 
@@ -76,20 +52,15 @@ class WorkerCalls:
                 answer = await stub.Unload(request, timeout=_UNLOAD_TIMEOUT_S)
         return all(each.was_unloaded for each in answer.workers)
 
-    async def load(self, target: str, directory: str) -> AsyncGenerator[LoadProgress]:
+    async def load(self, target: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Have a worker load a model; yield its progress, and end when it is loaded."""
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
             async with contextlib.aclosing(responses(stub.Load(request))) as loading:
-                async for answer in loading:
-                    yield LoadProgress(
-                        target,
-                        answer.status,
-                        answer.progress if answer.HasField("progress") else None,
-                        is_done=answer.is_done,
-                        was_loaded=answer.was_loaded,
-                    )
+                async for progress in loading:
+                    progress.worker = target  # it says its own name
+                    yield progress
 
     async def drain(self, target: str) -> AsyncIterator[int]:
         """Have a worker drain; yield how many of its sequences are live until it has drained."""
@@ -125,8 +96,11 @@ class Loading:
         self._on_stay = on_stay
         self._unloads: dict[str, asyncio.Task[bool]] = {}
 
-    async def unload(self, worker: str) -> Sequence[UnloadedWorker]:
+    async def unload(self, worker: str) -> Mapping[str, bool]:
         """Unload the model of a worker, or of all. Continues if the caller is cancelled.
+
+        Returns:
+            For each worker whether it was unloaded before.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -148,12 +122,12 @@ class Loading:
             task.add_done_callback(retrieve)
             self._unloads[engine.target] = task
         tasks = {engine.target: self._unloads[engine.target] for engine in engines}
-        answers, errors = await ask_all(tasks, asyncio.shield)
+        was_unloaded, errors = await ask_all(tasks, asyncio.shield)
         for error in errors.values():
             raise error
-        return [UnloadedWorker(target, was_unloaded) for target, was_unloaded in answers.items()]
+        return was_unloaded
 
-    async def load(self, worker: str, directory: str) -> AsyncGenerator[LoadProgress]:
+    async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load the model of a worker, or of all; yield their progress.
 
         The workers continue if the caller is cancelled. The last progress of a worker `is_done`: it
@@ -211,10 +185,12 @@ class Loading:
         log.info("a worker's model is unloaded", worker=engine.target)
         return was_unloaded
 
-    async def _load(self, engine: Engine, directory: str) -> AsyncGenerator[LoadProgress]:
-        last = LoadProgress(engine.target, "")
+    async def _load(
+        self, engine: Engine, directory: str
+    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+        last = loading_pb2.LoadResponse(worker=engine.target)
         if self._is_unloading(engine):
-            yield replace(last, status="being unloaded")
+            yield loading_pb2.LoadResponse(worker=engine.target, status="being unloaded")
             await asyncio.wait([self._unloads[engine.target]])
         try:
             loading = self._calls.load(engine.target, directory)
@@ -222,7 +198,10 @@ class Loading:
                 async for last in loading:
                     if not last.is_done:
                         yield last
-            yield replace(last, status="being attached", is_done=False)
+            attaching = loading_pb2.LoadResponse()
+            attaching.MergeFrom(last)
+            attaching.status, attaching.is_done = "being attached", False
+            yield attaching
             await _wait_noticed(engine, lambda: engine.session is not None, "is loaded, not used")
             yield last
         except QuireError as error:

@@ -113,18 +113,18 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def _run(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request, and say in log and metrics how that went."""
-        told = {"request_id": live.request_id, "source": source.target, "target": target.target}
+        """Move a request; log and count the outcome."""
+        who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
             moved = await self._move(live, source, target)
         except QuireError as error:
             self._count(source, target, "failed")
-            log.warning("a request could not be moved", **told, reason=str(error))
+            log.warning("a request could not be moved", **who, reason=str(error))
             raise
         self._count(source, target, "arrived" if moved.num_seqs else "ended")
         seconds = round(time.perf_counter() - started, 3)
-        log.info("a request has moved", **told, num_blocks=moved.num_blocks, seconds=seconds)
+        log.info("a request has moved", **who, num_blocks=moved.num_blocks, seconds=seconds)
         return moved
 
     async def _move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:

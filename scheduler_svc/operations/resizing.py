@@ -6,8 +6,6 @@ size when it is attached again.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import structlog
 
@@ -35,11 +33,13 @@ class OngoingResize:
         self._num_before = session.load().num_blocks
         self._num_blocks = num_blocks
         self._is_less = num_blocks < self._num_before
-        with _refusals():
+        try:
             if self._is_less:
                 session.call(lambda core: core.shrink(num_blocks))
             else:
                 session.call(lambda core: core.resizing.check(num_blocks))
+        except ResizeRefusedError as error:
+            raise FailedPreconditionError(str(error)) from None
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> scheduler_pb2.ResizeKvResponse:
@@ -132,11 +132,3 @@ def _num_blocks(request: scheduler_pb2.ResizeKvRequest, worker: str, block_bytes
             f"is {request.num_bytes}; worker {worker} does not say how large a block is",
         )
     return request.num_bytes // block_bytes
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except ResizeRefusedError as error:
-        raise FailedPreconditionError(str(error)) from None

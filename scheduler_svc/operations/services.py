@@ -81,8 +81,8 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         unloaded = await self._loading.unload(request.worker)
         return loading_pb2.UnloadResponse(
             workers=[
-                loading_pb2.UnloadedWorker(worker=each.worker, was_unloaded=each.was_unloaded)
-                for each in unloaded
+                loading_pb2.UnloadedWorker(worker=worker, was_unloaded=was_unloaded)
+                for worker, was_unloaded in unloaded.items()
             ]
         )
 
@@ -95,16 +95,8 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         refuse_epoch(request.epoch)
         loading = self._loading.load(request.worker, request.directory)
         async with contextlib.aclosing(loading):
-            async for each in loading:
-                await context.write(
-                    loading_pb2.LoadResponse(
-                        worker=each.worker,
-                        status=each.status,
-                        progress=each.progress,
-                        is_done=each.is_done,
-                        was_loaded=each.was_loaded,
-                    )
-                )
+            async for progress in loading:
+                await context.write(progress)
 
 
 def loading_service(loading: Loading) -> Service:

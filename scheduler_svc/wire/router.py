@@ -59,7 +59,7 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
     return refused
 
 
-def news_to_proto(
+def events_to_proto(
     step_id: int, news: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
     """Make one message for each source that `news` concerns."""

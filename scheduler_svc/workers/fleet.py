@@ -95,7 +95,7 @@ class Fleet:
         return None if model is None else replace(model, adapters=self.adapters.offered)
 
     def submit(self, request: Request) -> None:
-        """Accept a request. Its worker's core may still refuse it, which its source is told.
+        """Accept a request. Its worker's core may still refuse it; then its source gets a refusal.
 
         Raises:
             TooBusyError: As many sequences wait as may.

@@ -10,9 +10,9 @@ from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import (
+    events_to_proto,
     finished_to_proto,
     held_logprobs_to_proto,
-    news_to_proto,
     prompt_logprobs_to_proto,
 )
 from scheduler_svc.workers.crash_counter import CrashCounter
@@ -49,7 +49,7 @@ class RequestEvents:
 
     def on_adopted(self, events: StepEvents) -> None:
         """A request has tokens that the worker sampled for an earlier scheduler."""
-        self._streams.deliver(news_to_proto(0, events, held_logprobs_to_proto(events)))
+        self._streams.deliver(events_to_proto(0, events, held_logprobs_to_proto(events)))
         for admitted in events.admitted:
             self._spans.on_admitted(admitted)
         self._record_ends(events.finished)
@@ -67,7 +67,7 @@ class RequestEvents:
         self, step_id: int, events: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
     ) -> None:
         """Send a step's events to routers."""
-        self._streams.deliver(news_to_proto(step_id, events, logprobs))
+        self._streams.deliver(events_to_proto(step_id, events, logprobs))
 
     def record(self, events: StepEvents, took_s: float) -> None:
         """Record a step's events, once published; applying the step took `took_s`."""

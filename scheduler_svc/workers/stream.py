@@ -49,7 +49,7 @@ class TimedResult:
     """As on the wire."""
     result: Result
     message: worker_pb2.StepResult
-    """What it came in: its log-probabilities pass through to the routers."""
+    """The result as received; its log-probabilities pass through to the routers."""
     rpc_s: float
     """How long the step was in flight."""
 

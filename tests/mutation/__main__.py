@@ -16,7 +16,7 @@ from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.trial import Trial, Verdict
 
 ROOT = Path(__file__).parents[2]
-NOT_BLOCK_SPACE = {"limits", "accounts", "config", "errors", "invariants", "pacing", "request"}
+NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
 """Inputs and outputs of the core, what tests it, and what does not decide over blocks."""
 FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (

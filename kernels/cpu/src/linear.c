@@ -9,7 +9,7 @@
 
 enum {
     CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
-    L1_WAYS = 8,
+    L1_WAYS = 8,          /* a first-level cache of 32 KiB: a guess, on which only copies depend */
     L1_SETS = 64,
     SHARE_BYTES = 49152,  /* of weights, about: two microseconds from memory */
     COPY_PANELS = 4,      /* fewer do not pay for copying rows */

@@ -14,7 +14,7 @@ enum {
     BLOCK_ROWS = 96,     /* rows at a time, so that B stays in a cache */
     SHARE_BYTES = 16384, /* of B, about: a microsecond from memory */
     ROW_BYTES = 256,     /* adding to 32 columns of a row costs as much as reading these bytes of B */
-    L1_WAYS = 8,
+    L1_WAYS = 8,         /* a guess, on which only copies depend */
     L1_SET_BYTES = 4096, /* rows this far apart fall on the same lines of the first-level cache */
 };
 

@@ -7,7 +7,7 @@
 
 #include "simd.h"
 
-/* As many sums as there are registers for. */
+/* As many sums as there are registers for. Without AVX-512 it is a guess: never timed there. */
 #ifdef __AVX512F__
 enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 #else

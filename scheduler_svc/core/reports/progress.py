@@ -1,7 +1,5 @@
 """How far a request came at a worker that was lost: whether it may be what crashed it."""
 
-# It reads what the core's parts keep to themselves, for the core.
-
 from enum import Enum
 from typing import TYPE_CHECKING
 

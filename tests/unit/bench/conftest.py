@@ -1,11 +1,6 @@
+import sys
 from pathlib import Path
 
-import pytest
-
 BENCH = Path(__file__).parents[3] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    """Benchmarks import each other from their own folder, as Python starts them."""
-    monkeypatch.syspath_prepend(str(BENCH))
+# Benchmarks import each other from their own folder, as Python starts them.
+sys.path.append(str(BENCH))

@@ -81,3 +81,63 @@ def test_a_clock_runs_events_in_order_of_time_then_of_setting():
     clock.at(1.0, lambda: clock.at(2.0, lambda: seen.append((clock.now, "c"))))
     clock.run()
     assert seen == [(2.0, "b"), (2.0, "c")]
+
+
+def test_an_answerer_is_asked_in_json_and_its_end_is_told():
+    from harness.case import BenchError  # noqa: PLC0415
+    from harness.processes import Answerer  # noqa: PLC0415
+
+    doubles = "import json; print(json.dumps(2 * json.loads(input())), flush=True)"
+    with Answerer(sys.executable, "-c", doubles) as answerer:
+        assert answerer.ask([1]) == [1, 1]
+        with pytest.raises(BenchError, match="no answer"):
+            answerer.ask([2])
+
+
+async def test_slots_share_the_items_and_the_first_error_is_raised():
+    from harness.case import BenchError  # noqa: PLC0415
+    from harness.load import in_slots  # noqa: PLC0415
+
+    seen = []
+
+    async def send(item):
+        seen.append(item)
+        if item == 3:
+            raise BenchError("status 500")
+
+    with pytest.raises(BenchError, match="status 500"):
+        await in_slots(range(100), 2, send)
+    assert seen[:4] == [0, 1, 2, 3]
+
+
+def test_a_simulated_worker_decodes_to_the_end_or_to_its_stop():
+    import numpy as np  # noqa: PLC0415
+    from harness.device import SimulatedWorker  # noqa: PLC0415
+
+    from scheduler_svc.core.config import SchedulerConfig  # noqa: PLC0415
+    from scheduler_svc.core.request import Request, SeqKey, SourceId  # noqa: PLC0415
+    from scheduler_svc.core.scheduler import Scheduler  # noqa: PLC0415
+
+    core = Scheduler(
+        SchedulerConfig(
+            num_blocks=64,
+            block_size=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            max_model_len=32,
+            enable_prefix_caching=False,
+        )
+    )
+    stops = {b"stops": 12, b"ends": 99}
+    worker = SimulatedWorker(
+        2, draw=lambda _, index: index, stop_at=lambda new: stops[bytes(new.sampling)]
+    )
+    for key, name in enumerate(stops):
+        prompt = np.zeros(10, np.int32)
+        core.submit(Request(SourceId(0), SeqKey(key), "", prompt, 1, 5, name), 0.0)
+    tokens = {0: [], 1: []}
+    while (plan := core.schedule(0.0)) is not None:
+        news = core.update(worker.execute(plan))
+        for key, token in zip(news.seq_keys.tolist(), news.token_ids.tolist(), strict=True):
+            tokens[key].append(token)
+    assert tokens == {0: [10, 11], 1: [10, 11, 12, 13, 14]}

@@ -194,16 +194,16 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         (["--disk-kv-codec=zstd:99"], "--disk-kv-codec: zstd:99: the level of zstd must be in"),
         (
             ["--host-kv-codec=int8", "--disk-kv-codec=fp8"],
-            "disk_kv_codec is fp8; it must not be less precise once more where host_kv_codec is",
+            "disk_kv_codec is fp8; it must not quantize again where host_kv_codec is",
         ),
         (["--kv-cache-dtype=int4"], "--kv-cache-dtype: int4: "),
         (
             ["--kv-cache-dtype=fp8", "--host-kv-codec=int8"],
-            "host_kv_codec is int8; it must not be less precise once more where kv_cache_dtype is",
+            "host_kv_codec is int8; it must not quantize again where kv_cache_dtype is",
         ),
         (
             ["--kv-cache-dtype=int8", "--disk-kv-codec=int8"],
-            "disk_kv_codec is int8; it must not be less precise once more where kv_cache_dtype is",
+            "disk_kv_codec is int8; it must not quantize again where kv_cache_dtype is",
         ),
         (
             ["--kv-cache-dtype-skip-layers=1"],

@@ -20,7 +20,7 @@ from gpu_worker.loading.model_slot import ModelSlot
 from gpu_worker.loop import StepLoop
 from gpu_worker.memory.elastic import OutOfMemoryError
 from gpu_worker.metrics import UNLOADED
-from gpu_worker.models.llama import Decoder
+from gpu_worker.models.llama import LlamaDecoder
 from gpu_worker.models.transformers_model import TransformersModel
 from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService
@@ -40,7 +40,7 @@ from rpc.peers.channel import open_channel
 from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
 
-KINDS = (Executor, KvPool, HostPool, DiskPool, Decoder, TransformersModel)
+KINDS = (Executor, KvPool, HostPool, DiskPool, LlamaDecoder, TransformersModel)
 """What holds a model's memory."""
 PROMPT = [5, 6, 7, 8]
 

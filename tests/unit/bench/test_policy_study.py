@@ -7,17 +7,17 @@ from collections import deque
 
 import numpy as np
 import pytest
+from policy.report import describe_study
+from policy.study import SeqName, study
+from policy.worker import Draw, SimulatedRow, SimulatedWorker
 
 from contract.info import WorkerInfo
 from contract.limits import Limits
 from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
-from scheduler_svc.journal.frames import RecordingError
-from scheduler_svc.journal.policy_report import describe_study
-from scheduler_svc.journal.policy_study import SeqName, study
+from scheduler_svc.journal.entries import RecordingError
 from scheduler_svc.journal.record import Recordings
-from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
 
 STEP_S, TOKEN_S = 0.01, 0.001
 INFO = WorkerInfo("w", "none", "m", Limits(4, 128, 32, 40, 4, 50), (), 0, "")

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from scheduler_svc.journal.policy_study import Run, SeqName, SequenceHistory, Study
+from policy.study import Run, SeqName, SequenceHistory, Study
 
 _WIDTH: Final = 18
 _NUM_MOVERS: Final = 10
@@ -13,7 +13,7 @@ _NUM_MOVERS: Final = 10
 
 def describe_study(study: Study) -> Iterator[str]:
     """Yield the lines of the report."""
-    config, times = study.origin.config, study.step_times
+    config, times = study.config, study.step_times
     names = ("recorded", _name(config.policy, config.policy_args), study.policy)
     yield (
         f"worker {study.origin.worker_id}, recorded under "

@@ -1,29 +1,11 @@
-"""A replay in words: the first difference, the summary, each preemption, a plan in full."""
+"""A replay in words: the first difference, totals, each preemption, a plan in full."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
+from typing import Any
 
-from scheduler_svc.journal.core_calls import (
-    BeginExport,
-    BeginImport,
-    Cancel,
-    CancelSource,
-    Defragment,
-    End,
-    EndExport,
-    EndImport,
-    Inherit,
-    RecordedPlan,
-    Resize,
-    Schedule,
-    SetMemoryLevel,
-    Shrink,
-    Submit,
-    Update,
-)
-from scheduler_svc.journal.frames import CutOff
+from scheduler_svc.journal.entries import CutOff
 from scheduler_svc.journal.replay import Difference, Preemption, Replay
 
 
@@ -42,81 +24,69 @@ def describe(replay: Replay) -> Iterator[str]:
         yield from _describe_preemption(number, preemption, replay)
 
 
-def describe_plan(plan: RecordedPlan) -> Iterator[str]:
+def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a plan, field by field, sequences one by one."""
-    for each in fields(plan):
-        value = getattr(plan, each.name)
-        if each.name == "new_sequences":
+    for name, value in plan.items():
+        if name == "new_sequences":
             yield f"  new_sequences: {len(value)}"
             for new in value:
                 yield (
-                    f"    sequence {new.seq_id} in row {new.row}: {new.num_computed_tokens} of its "
-                    f"{new.num_tokens} tokens computed, blocks {_list(new.block_ids)}"
+                    f"    sequence {new['seq_id']} in row {new['row']}: "
+                    f"{new['num_computed_tokens']} of its {new['num_tokens']} tokens computed, "
+                    f"blocks {_show(new['block_ids'])}"
                 )
         else:
-            yield f"  {each.name}: {_list(value) if isinstance(value, tuple) else value}"
+            yield f"  {name}: {_show(value)}"
 
 
 def _describe_origin(replay: Replay) -> Iterator[str]:
-    origin, config = replay.origin, replay.origin.config
+    origin = replay.recording.origin
     started = datetime.fromtimestamp(origin.started_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield (
         f"worker {origin.worker_id}, epoch {origin.epoch}, from {started}, "
         f"by Quire {origin.quire_version}"
     )
-    yield ", ".join(f"{each.name} {getattr(config, each.name)}" for each in fields(config))
+    yield ", ".join(f"{name} {value}" for name, value in origin.config.items())
 
 
 def _describe_difference(difference: Difference) -> Iterator[str]:
-    yield f"DIFFERENT at call {difference.call_number}, {_name_call(difference)}:"
-    for each in difference.fields:
-        yield f"  {each.name}"
-        yield f"    recorded: {_show(each.recorded)}"
-        yield f"    replayed: {_show(each.replayed)}"
+    yield f"DIFFERENT at call {difference.number}, {_describe_call(difference)}:"
+    for name, (recorded, replayed) in difference.fields.items():
+        yield f"  {name}"
+        yield f"    recorded: {_show(recorded)}"
+        yield f"    replayed: {_show(replayed)}"
     if difference.error is not None:
         yield f"  the core raised {type(difference.error).__name__}: {difference.error}"
     if difference.replayed_plan is not None:
         yield "the replayed plan in full:"
-        yield from describe_plan(difference.replayed_plan)
+        yield from plan_lines(difference.replayed_plan)
 
 
-def _name_call(difference: Difference) -> str:
-    match difference.call:
-        case Submit(request, now):
-            return f"submit of request {request.request_id!r} at {now:.6f} s"
-        case Inherit(holdings):
-            return f"inherit, with {len(holdings.rows)} sequences"
-        case Cancel(source, seq_keys):
-            return f"cancel of {_list(seq_keys)} of source {source}"
-        case CancelSource(source):
-            return f"cancel of source {source}"
-        case Defragment():
-            return "defragment"
-        case Shrink(num_blocks):
-            return f"shrink to {num_blocks} blocks"
-        case Resize(num_blocks):
-            return f"resize to {num_blocks} blocks"
-        case SetMemoryLevel(level):
-            return f"set_memory_level to {level.name}"
-        case Schedule(now):
-            return f"schedule at {now:.6f} s"
-        case Update(outcome):
-            return f"update with the result of step {outcome.step_id}"
-        case BeginExport(source, first_seq_key):
-            return f"begin_export of the request at {first_seq_key} of source {source}"
-        case EndExport(export_id, leaves):
-            return f"end_export {export_id}, which {'leaves' if leaves else 'stays'}"
-        case BeginImport(moved):
-            return f"begin_import of request {moved.request.request_id!r}"
-        case EndImport(import_id, output_indices):
-            return f"end_import {import_id} with outputs {_list(output_indices)}"
+def _describe_call(difference: Difference) -> str:
+    name, arguments = difference.entry.call, difference.arguments
+    match name:
+        case "submit":
+            request = arguments["request"]
+            return f"submit of request {request.request_id!r} at {arguments['now']:.6f} s"
+        case "schedule":
+            return f"schedule at {arguments['now']:.6f} s"
+        case "update":
+            (result,) = arguments.values()
+            return f"update with the result of step {result.step_id}"
+        case "inherit":
+            return f"inherit of {len(arguments['holdings'].rows)} sequences"
+        case "begin_import":
+            return f"begin_import of request {arguments['moved'].request.request_id!r}"
+        case _:
+            shown = ", ".join(f"{key} {_show(value)}" for key, value in arguments.items())
+            return f"{name} with {shown}" if shown else name
 
 
 def _describe_ending(replay: Replay) -> str:
     match replay.ending:
         case _ if replay.difference is not None:
             return "what follows was not replayed; below is what led there"
-        case End(reason):
+        case str() as reason:
             return f"it ends there: {reason}"
         case CutOff(num_bytes):
             return (
@@ -216,15 +186,9 @@ def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _list(values: Sequence[int]) -> str:
-    return "[" + " ".join(map(str, values)) + "]"
-
-
 def _show(value: object) -> str:
     if value is None:
         return "none"
-    return _list(value) if isinstance(value, tuple) and _all_ints(value) else str(value)
-
-
-def _all_ints(values: tuple[object, ...]) -> bool:
-    return all(isinstance(value, int) for value in values)
+    if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
+        return "[" + " ".join(map(str, value)) + "]"
+    return str(value)

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
 
+from policy.worker import Draw, SimulatedRow, SimulatedWorker
+
 from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
@@ -30,27 +32,30 @@ from scheduler_svc.core.pacing import least_tokens
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.journal.core_calls import (
-    Cancel,
-    CancelSource,
-    CoreOrigin,
-    Defragment,
+from scheduler_svc.journal.entries import (
+    CutOff,
     Entry,
-    Inherit,
-    Resize,
-    Schedule,
-    SetMemoryLevel,
-    Shrink,
-    Submit,
-    Update,
+    Origin,
+    RecordingError,
+    decode_arguments,
+    read_recording,
 )
-from scheduler_svc.journal.frames import RecordingError
-from scheduler_svc.journal.recording_wire import read_recording
-from scheduler_svc.journal.simulated_worker import Draw, SimulatedRow, SimulatedWorker
 from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
 """Ends that come again by themselves."""
+
+
+_NOT_STUDIED = {
+    "inherit": "sequences taken over from an earlier scheduler",
+    "set_memory_level": "steps with too little memory at the worker",
+    "shrink": "a change of the pool's size",
+    "resize": "a change of the pool's size",
+    "begin_export": "requests that moved between workers",
+    "end_export": "requests that moved between workers",
+    "begin_import": "requests that moved between workers",
+    "end_import": "requests that moved between workers",
+}
 
 
 class SeqName(NamedTuple):
@@ -126,7 +131,8 @@ class Run:
 class Study:
     """One recording, and what would have been."""
 
-    origin: CoreOrigin
+    origin: Origin
+    config: SchedulerConfig
     policy: str
     policy_args: tuple[tuple[str, str], ...]
     step_times: StepTimes
@@ -145,23 +151,24 @@ def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...])
             release's does not follow, too short to tell how long a step takes, or has requests that
             moved between workers.
     """
-    origin, entries = read_recording(file)
-    recording = _Recording(origin.config)
-    for entry in entries:
-        if isinstance(entry, Entry):
+    recorded = read_recording(file)
+    recording = _Recording(recorded.config)
+    for entry in recorded.entries:
+        if not isinstance(entry, CutOff) and entry.call:
             recording.add(entry)
     recording.run.count(recording.core)
     step_times = recording.step_times.fit()
     if step_times is None:
         raise RecordingError("it is too short to tell how long a step takes")
-    other = replace(origin.config, policy=policy, policy_args=policy_args)
+    other = replace(recorded.config, policy=policy, policy_args=policy_args)
     return Study(
-        origin=origin,
+        origin=recorded.origin,
+        config=recorded.config,
         policy=policy,
         policy_args=policy_args,
         step_times=step_times,
         recorded=recording.run,
-        control=_Simulation(origin.config, recording, step_times).run_all(),
+        control=_Simulation(recorded.config, recording, step_times).run_all(),
         other=_Simulation(other, recording, step_times).run_all(),
     )
 
@@ -194,56 +201,42 @@ class _Recording:
             ) from error
 
     def _call(self, entry: Entry) -> None:
+        given = decode_arguments(entry)
+        self.now = given.get("now", entry.at)
         match entry.call:
-            case Submit(request, now):
-                self.now = now
+            case "submit":
                 if entry.raised:
                     self.run.num_refused += 1
                     return
-                self.core.submit(request, now)
-                self.requests.append((now, request))
-                self.run.take(request, now)
-            case Schedule(now):
-                self.now = now
-                bound = entry.call.max_paced_tokens
+                self.core.submit(**given)
+                self.requests.append((self.now, given["request"]))
+                self.run.take(given["request"], self.now)
+            case "schedule":
+                bound = given["max_paced_tokens"]
                 if bound is not None:
                     is_for_decodes = bound > least_tokens(read_prompts(self.core), self.core.config)
                     self.tokens_in_time = bound if is_for_decodes else self.tokens_in_time or 0
-                self.max_prompt_tokens = entry.call.max_prompt_tokens
-                plan = self.core.schedule(now, bound, self.max_prompt_tokens)
-                self.run.end(self.core.take_expired(), now)
+                self.max_prompt_tokens = given["max_prompt_tokens"]
+                plan = self.core.schedule(**given)
+                self.run.end(self.core.take_expired(), self.now)
                 self.core.take_reports()
                 if plan is not None:
                     self.step_times.sent(plan)
-            case Update(outcome, now):
-                self.now = self.now if now is None else now
-                self.step_times.answered(outcome.step_id, self.now)
-                self.run.hear(self.core.update(outcome), self.now)
-            case Cancel(source, seq_keys):
-                self._cut_off(self.core.cancel(source, seq_keys))
-            case CancelSource(source):
+            case "update":
+                (result,) = given.values()
+                self.step_times.answered(result.step_id, self.now)
+                self.run.hear(self.core.update(result), self.now)
+            case "cancel":
+                self._cut_off(self.core.cancel(**given))
+            case "cancel_source":
+                source = given["source"]
                 live = [name for name, seq in self.run.sequences.items() if seq.reason is None]
                 keys = [SeqKey(name.seq_key) for name in live if name.source == source]
                 self._cut_off(self.core.cancel(source, keys))
-            case Defragment():  # moves blocks, and nobody's tokens
+            case "defragment":  # moves blocks, and changes no token
                 self.core.defragment()
-            case SetMemoryLevel():
-                raise RecordingError(
-                    "its worker's memory was short: how long it is, another policy decides"
-                )
-            case Shrink() | Resize():
-                raise RecordingError(
-                    "its worker's pool was resized: when that could be, another policy decides"
-                )
-            case Inherit():
-                raise RecordingError(
-                    "it begins with what the worker held of the scheduler before: which, another "
-                    "policy decides"
-                )
-            case _:
-                raise RecordingError(
-                    "it has requests that moved between workers: which, another policy decides"
-                )
+            case name:
+                raise RecordingError(f"it has {_NOT_STUDIED[name]}, which another policy changes")
 
     def _cut_off(self, finished: Iterable[Finished]) -> None:
         ends = tuple(finished)
