@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -107,26 +107,28 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
             await run_demo(info, settings)
         print("Ctrl-C stops it.", flush=True)
 
+    async def help_with(work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception:  # a bug: stop, and raise it below
+            supervisor.stop()
+            raise
+
     with _signals(supervisor.stop), _attached(settings, supervisor.stop):
-        running = asyncio.create_task(supervisor.run())
-        helpers = [asyncio.create_task(welcome())]
+        helpers = [asyncio.create_task(help_with(welcome()))]
         if settings.verbose:
             names = [spec.name for spec in planned.specs]
-            helpers.append(asyncio.create_task(_follow(directory.log_dir, names)))
-        for helper in helpers:  # a helper that fails is a bug: stop, and raise it below
-            helper.add_done_callback(lambda done: supervisor.stop() if _failed(done) else None)
+            following = _follow(directory.log_dir, names)
+            helpers.append(asyncio.create_task(help_with(following)))
         try:
-            await running
+            await supervisor.run()
         finally:
             for helper in helpers:
                 helper.cancel()
-            await asyncio.wait(helpers)
-        for helper in filter(_failed, helpers):
-            helper.result()
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
+            results = await asyncio.gather(*helpers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
 
 async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:

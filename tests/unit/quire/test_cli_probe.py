@@ -55,7 +55,7 @@ async def test_process_that_is_not_ready_is_1_with_its_reason(process, monkeypat
     assert "no worker is attached: w" in capsys.readouterr().out
 
 
-async def test_port_that_nobody_listens_at_is_1(process, monkeypatch, capsys):
+async def test_port_without_a_listener_is_1(process, monkeypatch, capsys):
     server, _ = process
     port = server.port
     await server.close()

@@ -80,7 +80,7 @@ def test_commands_do_not_show_their_key(monkeypatch, capsys):
     assert "sk-secret" not in repr(settings) + "".join(capsys.readouterr())
 
 
-def test_failed_handshake_is_not_said_to_be_nobody():
+def test_a_failed_handshake_is_not_reported_as_no_answer():
     said = explain("failed to connect to all addresses; last error: WRONG_VERSION_NUMBER")
     with (
         pytest.raises(CommandError, match=r"cannot be reached: .*--tls-ca"),

@@ -77,7 +77,7 @@ def test_bad_value_is_named_with_its_flag(argv, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
-def test_only_the_router_hears_that_there_shall_be_no_page():
+def test_only_the_router_gets_no_ui():
     router_flags = {
         flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--no-ui" in spec.argv]
         for flags in ((), ("--no-ui",))

@@ -234,7 +234,7 @@ async def test_of_several_routers_one_that_answers_is_found_and_kept(served, res
         AsyncClient(f"{dead},")
 
 
-async def test_a_silent_router_is_left_by_who_can_go_on_and_a_slow_one_by_nobody(served):
+async def test_a_resumable_call_leaves_a_silent_router_and_no_call_leaves_a_slow_one(served):
     path = served.target.removeprefix("unix:")
     async with SilentRelay(f"{path}-relay", path) as relay:
         routers = [relay.target, served.target]
@@ -265,7 +265,7 @@ async def test_closing_a_resumable_stream_cancels_the_request(served):
     assert served.fake.requests[-1] == CancelRequest(request_id="mine")
 
 
-async def test_who_is_cancelled_between_two_calls_cancels_the_request(served):
+async def test_cancelling_between_two_calls_cancels_the_request(served):
     waits = asyncio.Event()
 
     async def sleep(_):

@@ -82,7 +82,7 @@ async def test_an_unknown_service_is_not_found(run_server, settings):
         assert it.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_watchers_see_each_change_whoever_else_leaves(run_server, settings):
+async def test_watchers_see_each_change_when_another_leaves(run_server, settings):
     health = Health()
     stop = asyncio.Event()
     async with (
