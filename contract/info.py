@@ -33,7 +33,7 @@ class ModelInfo:
     adapters: tuple[LoraAdapter, ...] = ()
     """In the order of their names."""
     directory: str = ""
-    """Where it is, if the worker was told to load it; empty: it is that of the worker's flags."""
+    """Where it is, if an operator had it loaded; empty: it is that of the worker's flags."""
 
     def __str__(self) -> str:
         """Name it as far as workers may differ in it."""
@@ -63,7 +63,7 @@ class WorkerInfo:
     limits: Limits
     eos_token_ids: tuple[int, ...]
     block_bytes: int
-    """Size of one block over all layers; 0: not told."""
+    """Size of one block over all layers; 0: unknown."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     structured_output: bool = False
@@ -77,7 +77,7 @@ class WorkerInfo:
     disk_bytes_per_s: float = 0.0
     """How fast blocks come from the disk; 0: not measured."""
     instance_id: int = 0
-    """Tells this start of this worker, or this load of its model, from all others; 0: not told."""
+    """Tells this start of this worker, or this load of its model, from all others; 0: unknown."""
     takes_kv: bool = True
     """Whether other workers can read and write its host blocks, if there are any."""
     num_draft_tokens: int = 0

@@ -22,7 +22,7 @@ class HeldRow:
     identity: bytes
     """`NewSequence.identity`."""
     token_ids: Int32Array
-    """All its tokens, those included that its source has not been told of."""
+    """All its tokens, those included that its source does not know."""
     num_computed_tokens: int
     """How many of them have their KV in the blocks; fewer than all."""
     block_ids: Int32Array

@@ -62,11 +62,11 @@ class NewSequence:
     """Which output of its request it is; added to the seed."""
     traceparent: str = ""
     identity: bytes = b""
-    """By which a later scheduler recognizes it; empty: that one is not told of it."""
+    """By which a later scheduler recognizes it; empty: it is not reported to that one."""
     search: SearchState | None = None
     """How far the beam search is whose best beam it is; sent as `note`. Only at the scheduler."""
     note: bytes = b""
-    """What a later scheduler is told with it, unread. Only at the worker."""
+    """The bytes of `search`, kept unread for a later scheduler. Only at the worker."""
     adapter: int = 0
     """The number of its LoRA adapter in `Limits.adapters`; 0: none. Only at the worker."""
 

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What of a model matters to who simulates it."""
+    """The part of a model that a simulation needs."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ async def run_sim_workers(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    `on_started` runs when all workers listen; it is told where the first one does.
+    `on_started` runs when all workers listen, with the addresses of the first one.
 
     Raises:
         ModelError: The model's config.json cannot be used, or contradicts the settings.
@@ -57,7 +57,7 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(server)  # one by one: what has started is stopped, whatever follows
+            servers.append(server)  # one by one: if another fails, it is stopped
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -80,7 +80,7 @@ async def run_sim_workers(
 
 
 def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
-    """Take the flags, then what the model's directory says, then the defaults.
+    """Read the vocabulary from the flags, else the model's directory, else the defaults.
 
     Raises:
         ModelError: The two contradict each other, or the model's files cannot be used.
@@ -159,12 +159,12 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
 
 
 def _prefill_tokens_per_s(time_model: TimeModel) -> float:
-    """As a worker measures it: one prompt with nothing beside it."""
+    """Return the rate of one prompt that is alone in its step, as a worker measures it."""
     return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 
 async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
-    """Give a further worker a server of its own: nothing else tells a call for it from others'."""
+    """Start a further worker's own server: calls do not say which worker they are for."""
     server = make_grpc_server(settings, [worker.service()])
     address = await start_grpc_server(server, settings)
     log.info("listening", worker_id=settings.worker_id, grpc=address)

@@ -1,4 +1,4 @@
-"""Runs one simulated worker's steps: rows and blocks at once, the time as it would pass."""
+"""Runs one simulated worker's steps: rows and blocks at once, results after modelled time."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ from sim_worker.time_model import TimeModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A step whose result is to come."""
+    """A step without a result yet."""
 
     attachment: int
     scheduled: ScheduledRows
@@ -36,7 +36,7 @@ class _Pending:
 
 
 class SimulatedSteps:
-    """What `gpu_worker.service.api.WorkerService` has its steps run by. Lives in one event loop."""
+    """The `Steps` of a `gpu_worker.service.api.WorkerService`; used in one event loop."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SimulatedSteps:
         speedup: float,
         block_bytes: int = 0,
     ) -> None:
-        """`block_bytes` may be 0 if nothing swaps."""
+        """`block_bytes` may be 0 without lower tiers."""
         self._limits = limits
         self._rows = Rows(limits)
         self._labels = BlockLabels(limits)
@@ -62,14 +62,14 @@ class SimulatedSteps:
         self._speedup = speedup
         self._disk = self._idle_disk()
         self._idle: list[_Pending] = []
-        """Steps that wait for the disk."""
+        """Steps that compute nothing and wait for the disk."""
         self._computing_step_id = 0
         """The last step that computes."""
         self._spans = SequenceSpans()
         self._event_loop = asyncio.get_running_loop()
         self._attachment: int | None = None
         self._free_at_s = 0.0
-        """When the device is done with all steps so far."""
+        """When the device has done all steps so far."""
 
     @property
     def num_rows_used(self) -> int:
@@ -80,7 +80,7 @@ class SimulatedSteps:
         """Forget all rows; obey only `attachment` from then on.
 
         Returns:
-            What there was; disk moves under way are lost.
+            What the worker held; disk moves in progress are lost.
         """
         holdings = self._labels.holdings(self._rows)
         self._forget()
@@ -88,14 +88,14 @@ class SimulatedSteps:
         return holdings
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
-        """Refuse: there is no KV."""
+        """Raise UnimplementedError: there is no KV."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def resize_pool(self, num_blocks: int) -> None:
-        """Have `num_blocks` device blocks; the steps so far are done with those that go.
+        """Set the number of device blocks; the steps so far no longer use those that go.
 
         Raises:
-            FailedPreconditionError: A row has one of them.
+            FailedPreconditionError: A row has a block that would go.
         """
         row = self._rows.first_with_block_from(num_blocks)
         if row is not None:
@@ -106,12 +106,12 @@ class SimulatedSteps:
         self._labels.resize_device(num_blocks)
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
-        """Refuse: there is no KV."""
+        """Raise UnimplementedError: there is no KV."""
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
-        """Run a step; what it produces comes when the device would have it.
+        """Run a step; its result comes when the device would have it.
 
         A step that fails ends its attachment: those behind it raise UnavailableError.
         """
@@ -121,7 +121,7 @@ class SimulatedSteps:
             return result
         try:
             scheduled, output = self._run(plan)
-        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+        except Exception as error:  # noqa: BLE001 - raised to the caller that sent the step
             self._forget()
             self._labels.clear()
             self._attachment = None
@@ -141,9 +141,9 @@ class SimulatedSteps:
         self._event_loop.call_later(delay_s, self._finish, pending)
 
     def _finish(self, pending: "_Pending") -> None:
-        """Give a step's result, unless it is to wait for the disk."""
+        """Set a step's result, unless it waits for the disk."""
         output, now_s = pending.output, time.monotonic()
-        if pending.result.done():  # as below, or nobody reads the stream any more
+        if pending.result.done():  # as below, or its stream has ended
             return
         if pending.attachment == self._attachment:
             end_s = self._disk.next_end_s(output.step_id)
@@ -253,7 +253,7 @@ class SimulatedSteps:
         return int(next((id_ for id_ in ids if id_ not in ends), token_id))
 
     def _prompt_logprobs(self, scheduled: ScheduledRows) -> Iterator[PromptLogprobs]:
-        """Likewise for the tokens of prompts."""
+        """Report uniform log-probabilities for the prompts that ask for them."""
         for i in np.flatnonzero(self._sampling.wants_prompt_logprobs[scheduled.rows]).tolist():
             row, start = int(scheduled.rows[i]), int(scheduled.starts[i])
             end = min(start + int(scheduled.lens[i]), int(self._rows.num_prompt[row]) - 1)
@@ -267,7 +267,7 @@ class SimulatedSteps:
                 yield PromptLogprobs(row, start + 1, scores)
 
     def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
-        """Tell the rows that ask for it that every token is as likely, the chosen one first."""
+        """Report uniform log-probabilities, the sampled token first, to the rows that ask."""
         wanting: BoolArray = self._sampling.wants_logprobs[rows]
         return tuple(
             self._uniform(

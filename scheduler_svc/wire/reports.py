@@ -150,7 +150,7 @@ def kv_to_proto(worker: str, it: Description) -> kv_pb2.WorkerKv:
 def _tier_to_proto(it: TierDescription) -> kv_pb2.TierKv:
     counts = it.state_to_num_blocks
     return kv_pb2.TierKv(
-        tier=kv_pb2.KvTier.Value(f"KV_TIER_{it.tier.name}"),
+        tier=f"KV_TIER_{it.tier.name}",
         num_blocks=it.num_blocks,
         num_held=counts[BlockState.HELD],
         num_shared=counts[BlockState.SHARED],
@@ -167,7 +167,7 @@ def _tier_to_proto(it: TierDescription) -> kv_pb2.TierKv:
 def _sequence_to_proto(it: SequenceDescription) -> kv_pb2.SequenceKv:
     return kv_pb2.SequenceKv(
         **{name: getattr(it, name) for name in _SEQUENCE_FIELDS},
-        status=kv_pb2.SequenceStatus.Value(f"SEQUENCE_STATUS_{it.status.name}"),
+        status=f"SEQUENCE_STATUS_{it.status.name}",
         device_block_ids=pack_int32(it.device_block_ids),
         host_block_ids=pack_int32(it.host_block_ids),
         disk_block_ids=pack_int32(it.disk_block_ids),

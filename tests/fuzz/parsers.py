@@ -269,7 +269,7 @@ def _recording_payloads() -> list[bytes]:
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
     assert isinstance(plan, Plan)
-    outcome = Result(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
+    outcome = Result(plan.step_id, ints([0]), ints([7]))
     return [
         origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
         call_to_payload(Submit(request, 1.0), None, ""),

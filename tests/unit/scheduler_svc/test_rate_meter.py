@@ -7,8 +7,6 @@ from contract.step import Plan, StepId
 from scheduler_svc.core.limits import Rates
 from scheduler_svc.observers.rate_meter import RateMeter
 
-NOTHING = np.array([], np.int32)
-
 
 def measure(*steps, max_prompt_tokens=None) -> Rates:
     """Of steps (prompt tokens, decodes, seconds), where 100 tokens keep the device busy."""
@@ -17,9 +15,9 @@ def measure(*steps, max_prompt_tokens=None) -> Rates:
         meter.sent(
             Plan(
                 StepId(1),
-                *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
                 num_decodes,
-                num_decodes + num_prompt_tokens,
+                chunk_rows=np.array([0], np.int32),
+                chunk_lens=np.array([num_prompt_tokens], np.int32),
             ),
             max_prompt_tokens,
         )

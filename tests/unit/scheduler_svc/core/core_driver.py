@@ -58,7 +58,7 @@ def answer(
         np.full(len(rows), 7, np.int32),
         np.array(stopped, np.int32),
         np.array(failed, np.int32),
-        np.array(failed_blocks, np.int32),
+        failed_swap_in_block_ids=np.array(failed_blocks, np.int32),
         **{name: np.array([*blocks], np.int32) for name, blocks in disk.items()},
     )
     news = core.update(outcome)

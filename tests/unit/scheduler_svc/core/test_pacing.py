@@ -9,7 +9,6 @@ from contract.step import Plan, StepId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.pacing import Pace, PromptQueue, StepPacer
 
-NOTHING = np.array([], np.int32)
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
 CPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048, num_saturating_tokens=512)
 GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048)
@@ -18,9 +17,9 @@ GPU = SchedulerConfig(**ROOM, max_num_batched_tokens=2048)
 def plan_of(num_prompt_tokens, num_decodes):
     return Plan(
         StepId(1),
-        *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
         num_decodes,
-        num_decodes + num_prompt_tokens,
+        chunk_rows=np.array([0], np.int32),
+        chunk_lens=np.array([num_prompt_tokens], np.int32),
     )
 
 
