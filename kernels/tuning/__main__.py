@@ -50,13 +50,13 @@ PREFILL_CHUNKS: Final[tuple[tuple[tuple[int, int], ...], ...]] = (  # (query_len
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best candidate of a kernel, and what it took."""
+    """The best candidate of a kernel, and its times."""
 
     config: DecodeConfig | PrefillConfig
     seconds: tuple[float, ...]
-    """Of each workload."""
+    """For each workload."""
     default_seconds: tuple[float, ...]
-    """With the configuration before."""
+    """With the configuration used before, for each workload."""
 
 
 def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
@@ -87,8 +87,9 @@ def best_of(
 ) -> Tuned:
     """Return the candidate with the least sum of times, each relative to the first candidate's.
 
-    One that fails, for want of shared memory as a rule, is out; so is one that is already slower
-    than the best by half after some workloads. If the first fails, the next takes its place.
+    A candidate that fails, usually for lack of shared memory, is dropped; so is one that takes more
+    than 1.5 times the first candidate's time after some workloads. If the first fails, the next
+    takes its place.
 
     Raises:
         ValueError: all failed.
@@ -125,7 +126,8 @@ def with_rules(
 ) -> str:
     """Return a file's `text` with a rule for `shape` first, for each kernel that was tuned.
 
-    `how` says how it was done; it is kept beside the rule, and a rule for the same shape goes.
+    `how` says how it was measured, and is kept beside the rule. A rule for the same shape is
+    replaced.
     """
     content: dict[str, Any] = json.loads(text)
     content["device"] = device

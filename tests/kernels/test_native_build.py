@@ -84,7 +84,7 @@ def test_what_is_shipped_needs_no_compiler(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_what_is_shipped_is_everybody_s_to_read(monkeypatch, tmp_path):
+def test_a_shipped_library_can_be_read_by_all_users(monkeypatch, tmp_path):
     small_library(monkeypatch, tmp_path)
     monkeypatch.setattr(program, "SHIPPED", build.SHIPPED)
     program.main()

@@ -92,9 +92,9 @@ def test_rows_that_lie_far_apart():
     assert draw(logits, *given) == twin(logits, *given)
 
 
-def test_nothing_is_drawn_for_nobody():
-    nobody = torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0).double()
-    assert draw(torch.zeros(2, 5), *nobody).tolist() == []
+def test_no_row_draws_no_token():
+    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0).double()
+    assert draw(torch.zeros(2, 5), *none).tolist() == []
 
 
 def test_what_does_not_fit_is_named():

@@ -1,4 +1,4 @@
-"""What Python says of C's structures, against the sources."""
+"""The fields of C's structures as Python lists them, against the C sources."""
 
 import re
 

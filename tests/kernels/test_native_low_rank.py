@@ -1,4 +1,4 @@
-"""What adapters add to a map in C, against the same maps one after another."""
+"""Adapters added to a map in C, against the same maps one after another."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a native decoder computes in one step, and what its program's calls name of that.
+"""The inputs of a native decoder's step, and the names by which its program's calls refer to them.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `E` hidden
 size, `P` block size, `M` blocks of the longest block table.
@@ -28,13 +28,13 @@ class StepField(StrEnum):
     SEQ_LENS = auto()
     QUERY_START_LOC = auto()
     PLACES = auto()
-    """Of the wanted tokens."""
+    """`places` of the wanted tokens."""
     WANTED_START_LOC = auto()
     """As `QUERY_START_LOC`, among the wanted tokens."""
     ADAPTERS = auto()
-    """Of the tokens."""
+    """`RowAdapters` of all tokens."""
     WANTED_ADAPTERS = auto()
-    """Of the wanted tokens."""
+    """`RowAdapters` of the wanted tokens."""
     OUT = auto()
     """Where the final hidden states go."""
 

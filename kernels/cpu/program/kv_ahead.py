@@ -29,7 +29,7 @@ class KvAhead(NamedTuple):
     num_runs: int
     """At most, with each tile of rows but the first."""
     num_runs_after: int
-    """Of the maps between this one and the attention: what they fetch, this one does not."""
+    """Runs of the maps between this one and the attention, which this one leaves to them."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

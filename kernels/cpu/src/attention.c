@@ -145,7 +145,7 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     }
 }
 
-/* Attends with all rows of an item to the positions [start, end) of one split, starting anew. */
+/* Attends with all rows of an item to the positions [start, end) of one split, from empty sums. */
 INLINE void attend_split(dtype type, const struct attention *a,
                          const struct scratch *s, const struct item *item, int64_t start,
                          int64_t end)
