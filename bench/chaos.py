@@ -36,6 +36,7 @@ from faults.streams import Streams, make_cases, stalls_s
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
 
 from quire.client import AsyncClient
+from quire.v1.kv_pb2 import KvTier
 
 _NUM_BLOCKS = 2048
 """Enough at each worker for all streams: only a scheduler's death has tokens recomputed."""
@@ -85,7 +86,8 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
     deadline = time.monotonic() + _IDLE_S
     while True:
         wrong = [
-            f"{kv.worker}: of {tier.num_blocks} {tier.tier} blocks {tier.num_held} are held, "
+            f"{kv.worker}: of {tier.num_blocks} blocks in {KvTier.Name(tier.tier)} "
+            f"{tier.num_held} are held, "
             f"{tier.num_shared} by several, {tier.num_cached} cached, {tier.num_blank} blank; "
             f"{kv.num_sequences} sequences"
             for kv in await client.describe_kv(timeout_s=30)
