@@ -20,10 +20,10 @@ import torch
 from gpu_shapes import SHAPES, write_model
 from swap import swap_over_memcpy
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput

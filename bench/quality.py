@@ -23,9 +23,9 @@ import torch
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
+from contract.sampling import SamplingParams
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from rpc.observe import logs

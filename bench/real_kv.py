@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Int32Array, Limits, NewRow, StepInput
 from gpu_worker.step.model_runner import Decoder

@@ -13,7 +13,7 @@ from contract.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gpu_worker.lora.adapter_id import MAX_ADAPTER_NAME, AdapterId, is_adapter_name
+from contract.lora import MAX_ADAPTER_NAME_CHARS, LoraAdapter, is_adapter_name
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.description_wire import adapters_to_proto
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
@@ -130,7 +130,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
             adapters=[adapters_pb2.LoadedAdapter(adapter=each) for each in told]
         )
 
-    def _find(self, name: str) -> AdapterId | None:
+    def _find(self, name: str) -> LoraAdapter | None:
         return next((each for each in self._worker.adapters if each.name == name), None)
 
     def _opened(self) -> tuple[AdapterLoader, AdapterSteps]:
@@ -143,8 +143,8 @@ def _check_name(name: str, model_id: str) -> None:
     if not is_adapter_name(name):
         raise InvalidArgumentError(
             "name",
-            f"is {name[:MAX_ADAPTER_NAME]!r}; it must be 1 to {MAX_ADAPTER_NAME} printable"
-            " characters",
+            f"is {name[:MAX_ADAPTER_NAME_CHARS]!r}; it must be 1 to {MAX_ADAPTER_NAME_CHARS}"
+            " printable characters",
         )
     if name == model_id:
         raise InvalidArgumentError("name", f"is {name!r}, which is what requests call the model")

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.lora import is_adapter_name
 from gpu_worker.kv.codecs.names import CodecSpec, parse_codec
-from gpu_worker.lora.adapter_id import is_adapter_name
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 
 

@@ -10,17 +10,14 @@ from aiohttp import web
 
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
-from router.grpc.adapters import adapter_service
 from router.grpc.api import inference_service
-from router.grpc.loading import loading_service
-from router.http import api as openai_face
+from router.grpc.operations import operator_services
+from router.http import api as openai_api
 from router.http.web_pages import PageGuard
 from router.kserve.api import kserve_service
-from router.operations.adapters import Adapters
-from router.operations.loading import Loading
+from router.operations import Operations
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
-from router.schedulers.loading import SchedulerLoading
 from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
 from router.text.served_tokenizer import Tokenizers
@@ -74,13 +71,13 @@ async def run_router(
         middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
     )
     check = None if api_keys is None else check_operator
-    may_operate = operators(settings, check)
-    adapters = Adapters(schedulers, inference.model, may_operate)
-    loading = Loading(schedulers, may_operate, SchedulerLoading(settings.client_tls))
+    operations = Operations(
+        schedulers, inference.model, operators(settings, check), settings.client_tls
+    )
     http.add_routes(
-        openai_face.routes(
+        openai_api.routes(
             inference,
-            adapters,
+            operations,
             guard=_page_guard(settings) if api_keys is None else None,
             max_body_bytes=settings.max_body_mb * _MIB,
         )
@@ -96,8 +93,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                adapter_service(adapters),
-                loading_service(loading),
+                *operator_services(operations),
             ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],

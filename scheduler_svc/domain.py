@@ -2,36 +2,12 @@
 
 from asyncio import Future
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from contract.lora import LoraAdapter
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-
-
-@dataclass(frozen=True, slots=True)
-class LoraAdapter:
-    """A LoRA adapter that the workers hold."""
-
-    name: str
-    """What requests call it."""
-    digest: bytes
-    """Tells its contents from all others."""
-    directory: str = field(default="", compare=False)
-    """Where the workers find it; empty: not known."""
-
-    def __str__(self) -> str:
-        """Name it as far as two may differ."""
-        return f"LoRA adapter {self.name!r} ({self.digest.hex()[:8]})"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """What was loaded."""
-
-    adapter: LoraAdapter
-    was_there: bool
-    """Whether it had been loaded before."""
 
 
 @dataclass(frozen=True, slots=True)

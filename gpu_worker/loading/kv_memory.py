@@ -6,6 +6,7 @@ import numpy as np
 import structlog
 import torch
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
 from gpu_worker.kv.layout import KvDtypes
@@ -21,7 +22,6 @@ from gpu_worker.memory.elastic import (
 )
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.cuda_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor

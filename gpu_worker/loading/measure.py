@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_worker.lora.adapter_id import AdapterId
+from contract.lora import LoraAdapter
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.linear import PackedLinear
@@ -75,7 +75,7 @@ class LowRankMap:
 class Adapter:
     """An adapter; it never changes."""
 
-    id: AdapterId
+    id: LoraAdapter
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """Of each layer the maps it adds to."""
     native: NativeAdapter | None = None

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from contract.lora import LoraAdapter
 from gpu_worker.lora.adapter import AdaptedMap, Adapter, LowRankMap, adapted_maps, native_adapter
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, LlamaConfig
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
@@ -149,7 +149,7 @@ def load_adapter(
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     if digest is None or _digest(directory) != digest:
         raise ModelError(f"{directory} has changed while it was read: load it again")
-    of = AdapterId(name, digest, str(directory.absolute()))
+    of = LoraAdapter(name, digest, str(directory.absolute()))
     return Adapter(of, loaded, native_adapter(loaded))
 
 

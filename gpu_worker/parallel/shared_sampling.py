@@ -10,10 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.sampling.grammars import ForcedTokens
-from gpu_worker.sampling.params import SamplingParams, SamplingTable
+from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step.messages import Int32Array, Int64Array

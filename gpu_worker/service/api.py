@@ -18,8 +18,8 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
+from contract.lora import LoraAdapter
 from gpu_worker import metrics
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
 from gpu_worker.service.description_wire import (
@@ -121,12 +121,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._loaded()[0].model_id
 
     @property
-    def adapters(self) -> Mapping[AdapterId, int]:
+    def adapters(self) -> Mapping[LoraAdapter, int]:
         """The LoRA adapters that batches may name, and the number of each."""
         return self._loaded()[0].limits.adapters
 
     @adapters.setter
-    def adapters(self, adapters: Mapping[AdapterId, int]) -> None:
+    def adapters(self, adapters: Mapping[LoraAdapter, int]) -> None:
         info, _ = self._loaded()
         self._info = replace(info, limits=replace(info.limits, adapters=adapters))
 

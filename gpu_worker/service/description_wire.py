@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from contract.lora import LoraAdapter
 from contract.packing import pack_int32
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.memory.level import Level
 from gpu_worker.service.holdings import HeldBlocks, HeldRow, Holdings
 from gpu_worker.service.step_wire import token_logprob_to_proto
@@ -59,7 +59,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
     )
 
 
-def adapters_to_proto(adapters: Iterable[AdapterId]) -> list[common_pb2.LoraAdapter]:
+def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
     """Say which there are, in the order of their names."""
     return [
         common_pb2.LoraAdapter(name=each.name, digest=each.digest, directory=each.directory)

@@ -152,7 +152,9 @@ def _new_row_from_proto(new: worker_pb2.NewSequence, limits: Limits) -> NewRow:
         num_prompt_tokens=new.num_prompt_tokens,
         num_computed_tokens=new.num_computed_tokens,
         block_ids=block_ids,
-        sampling=sampling_params_from_proto(new.sampling, new.output_index, limits.vocab_size),
+        sampling=sampling_params_from_proto(
+            new.sampling, new.output_index, limits.vocab_size, limits.max_model_len
+        ),
         max_total_tokens=new.max_total_tokens,
         adapter=adapter_from_proto(new.sampling, limits.adapters),
         traceparent=new.traceparent,

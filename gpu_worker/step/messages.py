@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import QuireError
-from gpu_worker.lora.adapter_id import AdapterId
-from gpu_worker.sampling.params import SamplingParams
+from contract.lora import LoraAdapter
+from contract.sampling import SamplingParams
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
-    adapters: Mapping[AdapterId, int] = field(default_factory=dict)
+    adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
     """The LoRA adapters that a new row may have, and the number of each, at least 1."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from contract.errors import InvalidArgumentError
-from router.domain import GenerateRequest
+from contract.request import GenerateRequest
 
 PRIORITY_KEY: Final = "x-quire-priority"
 TENANT_KEY: Final = "x-quire-tenant"

@@ -4,8 +4,8 @@ import hashlib
 from dataclasses import replace
 
 from contract.errors import PermissionDeniedError
+from contract.request import GenerateRequest
 from router.access.api_keys import current_caller
-from router.domain import GenerateRequest
 
 
 def claim(request: GenerateRequest) -> GenerateRequest:

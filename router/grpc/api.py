@@ -1,28 +1,25 @@
 """The gRPC face: `quire.v1.InferenceService` over the domain service."""
 
-from contract.errors import InvalidArgumentError, QuireError
-from quire.v1 import inference_pb2, inference_pb2_grpc
-from router.access.priority import TENANT_KEY, with_precedence
-from router.domain import (
-    FinishReason,
-    GenerateRequest,
-    OutputDelta,
-    OutputFinished,
-    PromptScores,
-    Usage,
-)
-from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
-from router.grpc.wire import (
+from dataclasses import replace
+
+from contract.codec.outputs import (
     event_to_proto,
     finished_to_proto,
-    generate_request_from_proto,
-    load_to_proto,
     logprob_to_proto,
-    model_to_proto,
     prompt_scores_to_proto,
-    resume_request_from_proto,
     usage_to_proto,
 )
+from contract.codec.request import (
+    generate_request_from_proto,
+    model_to_proto,
+    resume_request_from_proto,
+)
+from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.request import GenerateRequest
+from quire.v1 import inference_pb2, inference_pb2_grpc
+from router.access.priority import TENANT_KEY, with_precedence
+from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 from rpc.grpc_server import Service, service_of
@@ -146,7 +143,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, _request: inference_pb2.GetLoadRequest, _: CallContext
     ) -> inference_pb2.GetLoadResponse:
         """Passes on the scheduler's load."""
-        return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
+        return inference_pb2.GetLoadResponse(load=await self._inference.load())
 
     async def DescribeKv(  # noqa: N802
         self, request: inference_pb2.DescribeKvRequest, _: CallContext
@@ -172,7 +169,7 @@ def inference_service(inference: Inference) -> Service:
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
     """Takes what the message says, and what the call says beside it."""
-    request = generate_request_from_proto(message, deadline_of(context))
+    request = replace(generate_request_from_proto(message), deadline=deadline_of(context))
     return with_precedence(request, metadata_of(context))
 
 
@@ -180,7 +177,7 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     async with live:
         async for event in live:
-            if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
+            if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))
     if expired is not None:  # what the client's own clock would have said a moment later

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from contract.errors import DeadlineExceededError, QuireError, UnavailableError
-from router.domain import FinishReason, OutputFinished
+from contract.outputs import FinishReason, OutputFinished
 from router.schedulers.wire import error_from_code
 
 CallContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -26,7 +26,7 @@ def deadline_of(context: CallContext) -> float | None:
 
 def failure_of(finished: OutputFinished) -> QuireError | None:
     """What a call that answers in one piece ends with; None if the output ended well."""
-    match finished.reason:
+    match finished.finish_reason:
         case FinishReason.ERROR:
             assert finished.error is not None, "ERROR comes with an error"
             return error_from_code(finished.error.code, finished.error.message)

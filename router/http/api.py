@@ -5,7 +5,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TypeAlias, TypeVar
 
@@ -32,7 +32,7 @@ from router.http.responses.answer import Call, answer
 from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.responses.objects import model_json
 from router.http.web_pages import PageGuard, check_json
-from router.operations.adapters import Adapters
+from router.operations import Operations
 from router.request.inference import Inference
 from rpc.observe import telemetry
 
@@ -58,7 +58,7 @@ CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamRe
 
 def routes(
     inference: Inference,
-    adapters: Adapters,
+    operations: Operations,
     *,
     guard: PageGuard | None,
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -121,13 +121,13 @@ def routes(
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
         check_call(request)
         body = await _read_body(request, LoadAdapterBody, max_body_bytes)
-        return web.Response(text=await load_adapter(adapters, body, request.remote))
+        return web.Response(text=await load_adapter(operations, body, request.remote))
 
     async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
         """Unload one, once the requests that have it have ended; for operators, as vLLM."""
         check_call(request)
         body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
-        return web.Response(text=await unload_adapter(adapters, body, request.remote))
+        return web.Response(text=await unload_adapter(operations, body, request.remote))
 
     async def get_version(_: web.Request, __: _CallId) -> web.Response:
         """Tell the service's version."""
@@ -137,7 +137,8 @@ def routes(
         """Tell how many sequences are live (`server_load`), and the scheduler's whole load."""
         load = await inference.load()
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
-        return _json_response({"server_load": num_live, **asdict(load)})
+        fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+        return _json_response({"server_load": num_live, **fields})
 
     async def refuse(request: web.Request, _: _CallId) -> web.Response:
         if request.path in paths:

@@ -18,7 +18,7 @@ from contract.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from router.domain import FinishReason, OutputFinished
+from contract.outputs import FinishReason, OutputFinished
 from router.http.json_text import excerpt, json_bytes
 
 log = structlog.get_logger()
@@ -145,7 +145,7 @@ def _field_path(location: Sequence[str | int]) -> str:
 
 def error_from_finished(finished: OutputFinished) -> QuireError | None:
     """What to tell of an output that did not end well; None if it did."""
-    match finished.reason:
+    match finished.finish_reason:
         case FinishReason.STOP | FinishReason.LENGTH:
             return None
         case FinishReason.DEADLINE:

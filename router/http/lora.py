@@ -5,7 +5,7 @@ from types import MappingProxyType
 from contract.errors import InvalidArgumentError
 from router.http.errors import error_in_words_of
 from router.http.json_object import Schema
-from router.operations.adapters import Adapters
+from router.operations import Operations
 
 _FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
 
@@ -27,19 +27,21 @@ class UnloadAdapterBody(Schema):
     lora_name: str
 
 
-async def load_adapter(adapters: Adapters, body: LoadAdapterBody, remote: str | None) -> str:
+async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
     """Says that it is there; raises QuireError. `remote` is the address that calls."""
     try:
-        loaded = await adapters.load(body.lora_name, body.lora_path, _peer(remote))
+        loaded = await operations.load_adapter(body.lora_name, body.lora_path, _peer(remote))
     except InvalidArgumentError as error:
         raise error_in_words_of(_FIELD_TO_JSON, error) from error
     done = "was there already" if loaded.was_there else "added successfully"
     return f"Success: LoRA adapter {body.lora_name!r} {done}."
 
 
-async def unload_adapter(adapters: Adapters, body: UnloadAdapterBody, remote: str | None) -> str:
+async def unload_adapter(
+    operations: Operations, body: UnloadAdapterBody, remote: str | None
+) -> str:
     """Says that it is gone, when it is; raises QuireError."""
-    await adapters.unload(body.lora_name, _peer(remote))
+    await operations.unload_adapter(body.lora_name, _peer(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."
 
 

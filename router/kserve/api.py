@@ -7,9 +7,9 @@ from importlib.metadata import version
 from typing import Final
 
 from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import OutputDelta, OutputFinished, Usage
 from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
 from router.access.priority import with_precedence
-from router.domain import OutputDelta, OutputFinished, Usage
 from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
 from router.http.errors import error_in_words_of
 from router.kserve.wire import (
@@ -207,4 +207,4 @@ async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[An
 def _reason(finished: OutputFinished) -> str:
     if (failure := failure_of(finished)) is not None:
         raise failure
-    return finished.reason.value
+    return finished.finish_reason.value

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from contract.errors import InvalidArgumentError, NotFoundError
+from contract.request import GenerateRequest, Model
 from quire.kserve import open_inference_pb2
-from router.domain import GenerateRequest, ModelInfo
 from router.kserve.fields import Fields, fields_from_proto, text_of
 from router.kserve.tensors import OutputTensor, inputs_from_proto, outputs_to_proto
 
@@ -116,7 +116,7 @@ def empty_response(model_name: str, request_id: str) -> open_inference_pb2.Model
     )
 
 
-def model_to_proto(model: ModelInfo) -> open_inference_pb2.ModelMetadataResponse:
+def model_to_proto(model: Model) -> open_inference_pb2.ModelMetadataResponse:
     """Write a model's tensors."""
     metadata = open_inference_pb2.ModelMetadataResponse.TensorMetadata
     return open_inference_pb2.ModelMetadataResponse(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
 
+from contract.codec.request import stop_options_to_bytes
 from contract.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -18,31 +19,23 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
+from contract.sampling import BeamSearch, SamplingParams
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.access.api_keys import ApiKeys
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
-from router.domain import (
-    BeamSearch,
-    GenerateRequest,
-    Load,
-    ModelInfo,
-    ResumeRequest,
-    SamplingParams,
-    TextTerms,
-)
 from router.request import span as request_span
 from router.request.admission import Intake
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher, StopPattern
-from router.request.validation import check_request, settle_sampling
+from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
-from router.schedulers.wire import resume_record_of
 from router.text.model_text import ModelText
 from router.text.served_tokenizer import Tokenizers
 from rpc.observe import telemetry
@@ -131,7 +124,7 @@ class Inference:
         return live
 
     async def _submit(
-        self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
+        self, request: GenerateRequest, request_id: str, model: Model, span: Span, lease: Lease
     ) -> LiveRequest:
         start_s = time.time()
         directory = self.model.directory
@@ -145,7 +138,7 @@ class Inference:
             telemetry.record_span("tokenize", context, start_s, time.time(), attributes)
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
-        sampling = settle_sampling(
+        sampling = complete_sampling(
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
@@ -165,12 +158,12 @@ class Inference:
             tenant=request.tenant,
             deadline=request.deadline,
             beam=request.beam,
-            resume_record=resume_record_of(request) if request.resumable else None,
+            resume_record=stop_options_to_bytes(request) if request.resumable else None,
         )
-        terms = TextTerms(
+        stop_options = StopOptions(
             request.stop, request.include_stop_str_in_output, request.skip_special_tokens
         )
-        live = self._start(record, request.n, terms, prepared.stop_patterns, model, lease)
+        live = self._start(record, request.n, stop_options, prepared.stop_patterns, model, lease)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self._schedulers.submit(live)
@@ -180,9 +173,9 @@ class Inference:
         self,
         record: ReplayRecord,
         n: int,
-        terms: TextTerms,
+        stop_options: StopOptions,
         patterns: Sequence[StopPattern],
-        model: ModelInfo,
+        model: Model,
         lease: Lease,
     ) -> LiveRequest:
         end_token_ids = frozenset(record.sampling.stop_token_ids)
@@ -191,8 +184,8 @@ class Inference:
         outputs = [
             LiveOutput(
                 index,
-                self.text.detokenizer(skip_special_tokens=terms.skip_special_tokens),
-                StopMatcher(patterns, include_in_output=terms.include_stop_str_in_output),
+                self.text.detokenizer(skip_special_tokens=stop_options.skip_special_tokens),
+                StopMatcher(patterns, include_in_output=stop_options.include_stop_str_in_output),
                 end_token_ids,
             )
             for index in range(n)
@@ -259,18 +252,18 @@ class Inference:
         found: Resumption,
         wanted: tuple[str, str],
         deadline: float | None,
-        model: ModelInfo,
+        model: Model,
         lease: Lease,
     ) -> LiveRequest:
-        record, terms = replace(found.record, deadline=deadline), found.terms
+        record = replace(found.record, deadline=deadline)
         if (record.tenant, record.request_id) != wanted:
             raise QuireError("the scheduler resumed another request than it was asked to")
         num_tokens = _most_tokens(
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
         lease.take_up(record.request_id, num_tokens)
-        patterns = [StopPattern.of(string) for string in terms.stop]
-        return self._start(record, found.n, terms, patterns, model, lease)
+        patterns = [StopPattern.of(string) for string in found.stop_options.stop]
+        return self._start(record, found.n, found.stop_options, patterns, model, lease)
 
     def _take_away(self, request_id: str, tenant: str) -> None:
         """Ends the call that reads a live request of this router, for another to resume it."""

@@ -9,19 +9,18 @@ from types import TracebackType
 from typing import Self
 
 from contract.errors import InvalidArgumentError, QuireError
-from router import metrics
-from router.domain import (
-    BeamSearch,
+from contract.outputs import (
     Event,
     FinishReason,
     OutputError,
     OutputFinished,
-    OutputReceived,
     PromptScores,
-    SamplingParams,
     TokenLogprob,
     Usage,
 )
+from contract.request import OutputReceived
+from contract.sampling import BeamSearch, SamplingParams
+from router import metrics
 from router.request.output import LiveOutput
 
 
@@ -145,7 +144,7 @@ class LiveRequest:
     @property
     def finish_reasons(self) -> list[str]:
         """How each output ended, of those that have."""
-        return [output.finished.reason.value for output in self.outputs if output.finished]
+        return [output.finished.finish_reason.value for output in self.outputs if output.finished]
 
     def push_token(
         self,
@@ -264,7 +263,7 @@ class LiveRequest:
         self._outputs_with_news[output.index] = None
         self._news.set()
         if output.finished is not None:
-            metrics.REQUEST_SUCCESS.labels(output.finished.reason.value).inc()
+            metrics.REQUEST_SUCCESS.labels(output.finished.finish_reason.value).inc()
             metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
             self._observe_pace(output)
             if not self.live_seq_keys:

@@ -4,13 +4,8 @@ from array import array
 from collections.abc import Container
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError
-from router.domain import (
-    FinishReason,
-    OutputDelta,
-    OutputFinished,
-    OutputReceived,
-    TokenLogprob,
-)
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
+from contract.request import OutputReceived
 from router.request.stop_strings import StopMatcher
 from router.text.detokenizer import Detokenizer
 

@@ -18,10 +18,10 @@ from contract.errors import InvalidArgumentError, QuireError, TooBusyError, Unav
 from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Silence
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
+from router.schedulers.calls import SchedulerCalls
 from router.schedulers.live_table import LiveTable
 from router.schedulers.messages import News, Refusal, Resumption, SchedulerModel, StepNews, Welcome
 from router.schedulers.outbox import Outbox
-from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import ResumingCalls, StartResumed
 from router.schedulers.wire import news_from_proto
 from rpc.observe import timeline
@@ -110,7 +110,7 @@ class SchedulerLink:
         self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
         """What the scheduler must be told; None while there is no scheduler."""
-        self._questions: SchedulerQuestions | None = None
+        self._calls: SchedulerCalls | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -118,11 +118,11 @@ class SchedulerLink:
         return self._outbox is not None
 
     @property
-    def questions(self) -> SchedulerQuestions:
-        """Who answers for the scheduler; raises UnavailableError while there is none."""
-        if self._outbox is None or self._questions is None:
+    def calls(self) -> SchedulerCalls:
+        """Unary calls to the scheduler; raises UnavailableError while there is none."""
+        if self._outbox is None or self._calls is None:
             raise UnavailableError(self.status)
-        return self._questions
+        return self._calls
 
     @property
     def misfit(self) -> MisfitError | None:
@@ -211,7 +211,7 @@ class SchedulerLink:
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._questions = SchedulerQuestions(channel)
+        self._calls = SchedulerCalls(channel)
         call = stub.Connect()
         silence = Silence()
         tasks: list[asyncio.Task[None]] = []

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from contract.errors import QuireError
-from router.domain import FinishReason, LoraAdapter, OutputError, TextTerms, TokenLogprob
+from contract.lora import LoraAdapter
+from contract.outputs import FinishReason, OutputError, TokenLogprob
+from contract.request import StopOptions
 from router.request.live import ReplayRecord
 
 
@@ -141,7 +143,7 @@ class Resumption:
 
     record: ReplayRecord
     """As it was submitted, under the keys that this router gave it; its deadline is not known."""
-    terms: TextTerms
+    stop_options: StopOptions
     n: int
     so_far: StepNews
     """All that came of it."""

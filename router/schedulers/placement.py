@@ -58,7 +58,7 @@ class Placement:
 
     async def _look(self, link: SchedulerLink) -> None:
         with contextlib.suppress(QuireError):
-            load = await link.questions.load()
+            load = await link.calls.load()
             num_seqs = load.num_requests_running + load.num_requests_waiting
             self._sights[link] = _Sight(
                 max(0, num_seqs - len(link.table)), max(1, load.num_workers)

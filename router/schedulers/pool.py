@@ -13,19 +13,18 @@ from typing import TypeVar
 import grpc
 
 from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
-from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from contract.outputs import FinishReason, OutputError
+from contract.request import MAX_N
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
-from router.domain import FinishReason, Load, OutputError
 from router.request.live import LiveRequest
-from router.request.validation import MAX_N
+from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.choice import has_room
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
-from router.schedulers.load_sums import add_up
 from router.schedulers.messages import SchedulerModel
 from router.schedulers.model_fit import misfit_of, together
 from router.schedulers.placement import Placement
-from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import StartResumed
 from router.text.served_tokenizer import Tokenizers
 from rpc.health.state import Health
@@ -152,22 +151,22 @@ class Schedulers:
         """From now on leaves `health` alone: a process that is ending is not ready."""
         self._is_draining = True
 
-    # --- questions ------------------------------------------------------------------------------
+    # --- unary calls ----------------------------------------------------------------------------
 
     @property
-    def questions(self) -> Sequence[SchedulerQuestions]:
-        """Who answers for the schedulers; raises UnavailableError if none is there."""
+    def calls(self) -> Sequence[SchedulerCalls]:
+        """Calls to each connected scheduler; raises UnavailableError if there is none."""
         if not self._connected:
             raise self.unavailable()
-        return [link.questions for link in self._connected]
+        return [link.calls for link in self._connected]
 
-    def all_questions(self) -> Sequence[SchedulerQuestions]:
-        """Who answers for all schedulers, for what must reach each of them.
+    def calls_to_all(self) -> Sequence[SchedulerCalls]:
+        """Calls to each scheduler, for changes that must reach all of them.
 
-        Raises UnavailableError if none is there, or one is away that was there, or became known,
-        not long ago. One that is away for longer may be one that stands by.
+        Raises UnavailableError if there is none, or if one was lost, or became known, less than
+        `_AWAY_S` ago. One that has been away for longer may be a standby.
         """
-        questions = self.questions
+        calls = self.calls
         now = asyncio.get_running_loop().time()
         for link in self._links:
             if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
@@ -175,7 +174,7 @@ class Schedulers:
                     f"the scheduler at {link.target} has not been connected for {away_s:.1f} s;"
                     f" it is waited for until {_AWAY_S:g} s have passed"
                 )
-        return questions
+        return calls
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
@@ -191,18 +190,18 @@ class Schedulers:
         """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
         if not self._connected:
             raise self.unavailable()
-        return add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
+        return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
 
         Raises what they refuse, `UnavailableError` while there is none.
         """
-        return await self._ask_all(lambda link: link.questions.describe_kv(query))
+        return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
-        return await self._ask_all(lambda link: link.questions.describe_activity(query))
+        return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
         refusal: QuireError | None = None if self._connected else self.unavailable()

@@ -6,7 +6,8 @@ Each adapter is a model of its own to clients, with the limits of the model that
 from collections.abc import Mapping
 
 from contract.errors import NotFoundError
-from router.domain import LoraAdapter, ModelInfo
+from contract.lora import LoraAdapter
+from contract.request import Model
 from router.schedulers.pool import Schedulers
 
 _NO_ADAPTERS: Mapping[str, LoraAdapter] = {}
@@ -45,7 +46,7 @@ class ServedModel:
             verb = "are" if adapters else "is"
             raise NotFoundError(f"model {name[:128]!r} is not served; {served} {verb}")
 
-    def info(self, name: str = "") -> ModelInfo:
+    def info(self, name: str = "") -> Model:
         """The model or adapter of this name, with its limits.
 
         Raises `NotFoundError` if there is none; `UnavailableError` until a scheduler has told the
@@ -56,7 +57,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        return ModelInfo(
+        return Model(
             self.name if adapter is None else adapter.name,
             model.max_model_len,
             model.vocab_size,
@@ -66,15 +67,15 @@ class ServedModel:
             adapter=adapter,
         )
 
-    def infos(self) -> tuple[ModelInfo, ...]:
+    def infos(self) -> tuple[Model, ...]:
         """All that is served: the model, then its adapters; none until its limits are known."""
         if self._schedulers.model is None:
             return ()
         return tuple(map(self.info, (self.name, *self._adapters())))
 
-    def has(self, adapter: LoraAdapter) -> bool:
-        """Whether requests may name it."""
-        return self._adapters().get(adapter.name) == adapter
+    def has(self, name: str, digest: bytes) -> bool:
+        """Whether requests may name this adapter."""
+        return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:
         """By name. One that is called as the model is cannot be asked for."""

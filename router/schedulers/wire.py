@@ -6,6 +6,20 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from contract.codec.outputs import (
+    FINISH_REASON_TO_PROTO,
+    error_to_proto,
+    finish_reason_from_proto,
+    logprob_from_proto,
+)
+from contract.codec.request import stop_options_from_bytes
+from contract.codec.sampling import (
+    adapter_from_proto,
+    beam_from_proto,
+    beam_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from contract.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -17,21 +31,11 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from contract.outputs import FinishReason, OutputError, OutputFinished
 from contract.packing import pack_int32, unpack_int32, unpack_uint64
-from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
-from router.domain import FinishReason, GenerateRequest, OutputError, OutputFinished, TextTerms
-from router.grpc.wire import (
-    FINISH_REASON_TO_PROTO,
-    adapter_from_proto,
-    beam_from_proto,
-    beam_to_proto,
-    error_to_proto,
-    logprob_from_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-)
+from contract.request import MAX_N
+from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord
-from router.request.validation import MAX_N
 from router.schedulers.messages import (
     Admission,
     Ending,
@@ -47,14 +51,6 @@ from router.schedulers.messages import (
 )
 
 _MAX_RETRY_AFTER_S: Final = 3600
-
-_REASON_FROM_PROTO: Final = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
 
 _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
     error.code.value[0]: error
@@ -105,21 +101,12 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
     )
 
 
-def resume_record_of(request: GenerateRequest) -> bytes:
-    """Writes what a router that resumes a request needs besides its `Submit`."""
-    return inference_pb2.GenerateRequest(
-        stop=request.stop,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-    ).SerializeToString()
-
-
 def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     submit = message.submit
     if not 1 <= submit.n <= MAX_N:
         raise InvalidArgumentError("resumed.submit.n", f"is {submit.n}; it must be in [1, {MAX_N}]")
     try:
-        terms = inference_pb2.GenerateRequest.FromString(submit.resume_record)
+        stop_options = stop_options_from_bytes(submit.resume_record)
     except DecodeError as error:
         raise InvalidArgumentError("resume_record", f"is not a router's: {error}") from error
     return Resumption(
@@ -137,9 +124,7 @@ def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
             beam=beam_from_proto(submit.beam) if submit.HasField("beam") else None,
             resume_record=submit.resume_record,
         ),
-        terms=TextTerms(
-            tuple(terms.stop), terms.include_stop_str_in_output, terms.skip_special_tokens
-        ),
+        stop_options=stop_options,
         n=submit.n,
         so_far=_step_from_proto(message.so_far),
     )
@@ -149,7 +134,7 @@ def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFini
     if finished is None:
         return None
     return scheduler_pb2.SequenceFinished(
-        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
+        finish_reason=FINISH_REASON_TO_PROTO[finished.finish_reason],
         stop_token_id=finished.stop_token_id,
         error=None if finished.error is None else error_to_proto(finished.error),
         cumulative_logprob=finished.cumulative_logprob,
@@ -223,8 +208,7 @@ def _room_from_proto(message: scheduler_pb2.QueueRoom) -> QueueRoom:
 
 
 def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
-    # A reason that this router does not know is a failure; it must not be taken for success.
-    reason = _REASON_FROM_PROTO.get(message.finish_reason, FinishReason.ERROR)
+    reason = finish_reason_from_proto(message.finish_reason)
     error: OutputError | None = None
     if reason is FinishReason.ERROR:
         error = OutputError(

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from contract.checks import check_count, check_token_ids
 from contract.errors import UnimplementedError
-from router.domain import GenerateRequest, ModelInfo, StructuredOutput
+from contract.request import GenerateRequest, Model
+from contract.sampling import StructuredOutput
 from router.request.stop_strings import StopPattern
-from router.request.validation import check_chat, check_num_token_ids, check_text, check_token_ids
+from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
@@ -61,7 +63,7 @@ class ModelText:
         self._prompts.close()
         self._questions.close()
 
-    def max_text_bytes(self, model: ModelInfo) -> int:
+    def max_text_bytes(self, model: Model) -> int:
         """No text of more bytes can fit the context, however it is tokenized."""
         return model.max_model_len * self._tokenizer.table.max_piece_bytes
 
@@ -156,8 +158,8 @@ class ModelText:
         `TooBusyError` beyond `MAX_QUESTIONS`.
         """
         info = self._model.info(model)
-        check_num_token_ids("token_ids", token_ids, info)
-        check_token_ids("token_ids", token_ids, info)
+        check_count("token_ids", len(token_ids), info.max_model_len)
+        check_token_ids("token_ids", token_ids, info.vocab_size)
         return await self._questions.run(
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )

@@ -9,7 +9,6 @@ from aiohttp import web
 from contract.errors import NotFoundError
 from quire.v1.common_pb2 import ActivityQuery
 from quire.v1.kv_pb2 import KvQuery
-from router.grpc.wire import load_to_proto
 from router.http.errors import error_response, failure_response
 from router.http.json_text import json_bytes
 from router.request.inference import Inference
@@ -64,7 +63,7 @@ class Ui:
 
     async def _load(self, _: web.Request) -> object:
         """Say how busy the service is: `Load`."""
-        return message_to_json(load_to_proto(await self._inference.load()))
+        return message_to_json(await self._inference.load())
 
     async def _kv(self, request: web.Request) -> object:
         """Say who holds which KV blocks: `WorkerKv` of each worker; parameters as in `KvQuery`."""

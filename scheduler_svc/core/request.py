@@ -1,13 +1,15 @@
 """What a router asks of the scheduler: one prompt, `n` sequences."""
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
+from contract.outputs import FinishReason
 from scheduler_svc.core.beams.search import BeamParams
+
+__all__ = ["FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
 
 SeqId = NewType("SeqId", int)
 """A sequence, unique over the life of a scheduler core."""
@@ -17,16 +19,6 @@ SourceId = NewType("SourceId", int)
 
 SeqKey = NewType("SeqKey", int)
 """A sequence as its source names it; unique within the source."""
-
-
-class FinishReason(Enum):
-    """Why a sequence ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from google.protobuf.message import DecodeError, Message
 
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from contract.sampling import EarlyStopping
 from quire.v1 import recording_pb2
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.plan import NewSequence, StepId, StepOutcome, StepPlan

@@ -1,6 +1,6 @@
 """The cache salts of LoRA adapters' requests: an adapter's KV is nobody else's."""
 
-from scheduler_svc.domain import LoraAdapter
+from contract.lora import LoraAdapter
 
 ADAPTERS_SALT = "\0"
 """What the cache salts of all adapters' requests begin with, and no others: no client can make up

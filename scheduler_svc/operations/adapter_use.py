@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable
 
 from contract.errors import NotFoundError
+from contract.lora import LoraAdapter
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.reports.load import has_live_with
 from scheduler_svc.core.request import Request
-from scheduler_svc.domain import LoraAdapter
 from scheduler_svc.operations.adapter_salt import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.unplaced import UnplacedRequests

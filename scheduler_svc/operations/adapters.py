@@ -21,8 +21,8 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.tasks.shielded import Finishing
-from scheduler_svc.domain import LoadedAdapter, LoraAdapter
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from contract.errors import QuireError
+from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import Request, SourceId
-from scheduler_svc.domain import LoraAdapter
 from scheduler_svc.routers.resumption import KeptRequests
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto

@@ -1,8 +1,8 @@
 """LoRA adapters, from workers and to routers."""
 
 from contract.errors import InvalidArgumentError
+from contract.lora import LoraAdapter
 from quire.v1 import common_pb2
-from scheduler_svc.domain import LoraAdapter
 
 _DIGEST_BYTES = 32
 

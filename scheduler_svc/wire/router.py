@@ -9,21 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from contract.codec.outputs import FINISH_REASON_TO_PROTO
 from contract.errors import QuireError, TooBusyError
+from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.plan import Finished, Int32Array, News
-from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
-from scheduler_svc.domain import LoraAdapter, ModelInfo
+from scheduler_svc.core.request import SeqKey, SourceId
+from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.adapters import adapter_to_proto
-
-_FINISH_REASON_TO_PROTO = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
 
 
 def welcome_to_proto(
@@ -191,7 +185,7 @@ def _output_of(
 def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     message = scheduler_pb2.SequenceFinished(
         seq_key=finished.seq_key,
-        finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
+        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
         stop_token_id=finished.stop_token_id,
         cumulative_logprob=finished.cumulative_logprob,
     )

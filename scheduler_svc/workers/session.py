@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from contract.errors import UnavailableError
 from contract.hashing import BlockHash
+from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
@@ -28,14 +29,7 @@ from scheduler_svc.core.reports.load import (
 )
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
-from scheduler_svc.domain import (
-    Command,
-    LoadedAdapter,
-    LoraAdapter,
-    ModelInfo,
-    SubmitRequest,
-    WorkerInfo,
-)
+from scheduler_svc.domain import Command, ModelInfo, SubmitRequest, WorkerInfo
 from scheduler_svc.observers.memory_watch import MemoryWatch
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.space_watch import SpaceWatch

@@ -10,6 +10,7 @@ import grpc.aio
 
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.heartbeat import BEAT_S, TICK_S, Silence
+from contract.lora import LoadedAdapter, LoraAdapter
 from contract.packing import pack_int32
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.observe import timeline
@@ -18,7 +19,7 @@ from rpc.status import calling
 from scheduler_svc.core.handover.holdings import Holdings
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import LoadedAdapter, LoraAdapter, WorkerInfo
+from scheduler_svc.domain import WorkerInfo
 from scheduler_svc.wire.adapters import adapter_from_proto
 from scheduler_svc.wire.memory_level import memory_level_from_proto
 from scheduler_svc.wire.worker import (

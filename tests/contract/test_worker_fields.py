@@ -8,8 +8,7 @@ import grpc.aio
 import pytest
 from google.protobuf import message_factory
 
-import router.grpc.adapters
-import router.grpc.loading
+import router.grpc.operations
 import scheduler_svc.operations.adapter_service
 import scheduler_svc.operations.loading_service
 from quire.v1 import adapters_pb2, loading_pb2
@@ -26,10 +25,7 @@ METHODS = [
 ]
 # What stands behind a servicer is not reached.
 SERVICES = {
-    "router": (
-        router.grpc.adapters.adapter_service(None),
-        router.grpc.loading.loading_service(None),
-    ),
+    "router": router.grpc.operations.operator_services(None),
     "scheduler": (
         scheduler_svc.operations.adapter_service.adapter_service(None),
         scheduler_svc.operations.loading_service.loading_service(None),

@@ -15,22 +15,18 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from contract.codec.request import generate_request_from_proto, resume_request_from_proto
+from contract.codec.sampling import sampling_to_proto
 from contract.errors import InvalidArgumentError, QuireError
+from contract.request import Model as RouterModelInfo
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
     step_input_from_proto,
 )
 from gpu_worker.step.messages import Limits
-from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
-from router.domain import ModelInfo as RouterModelInfo
-from router.grpc.wire import (
-    generate_request_from_proto,
-    load_from_proto,
-    resume_request_from_proto,
-    sampling_to_proto,
-)
 from router.http.errors import error_from_validation, error_response
 from router.http.json_text import parse_json
 from router.http.requests.chat import ChatBody
@@ -150,7 +146,7 @@ def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> 
 
 
 def _generate(message: inference_pb2.GenerateRequest) -> None:
-    request = generate_request_from_proto(message, None)
+    request = generate_request_from_proto(message)
     check_request(request, ROUTER_MODEL, 1000)
     if request.sampling.structured is not None:
         to_grammar(request.sampling.structured)
@@ -322,7 +318,6 @@ TARGETS = (
         *examples.RESUME,
     ),
     _of_messages("scheduler-news", _news, *examples.CONNECT_RESPONSES),
-    _of_messages("load", load_from_proto, common_pb2.Load(num_blocks=3, fragmentation=0.5)),
     _of_messages("status", _status, _retry_status(1), _retry_status(2**62), _bad_request_status()),
     Target("chat-body", st.tuples(bodies("chat")), _opened(_body(ChatBody))),
     Target("completion-body", st.tuples(bodies("completion")), _opened(_body(CompletionBody))),

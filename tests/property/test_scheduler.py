@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from contract.sampling import EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.handover.holdings import identity
 from scheduler_svc.core.handover.takeover import REUNION_S, Successor

@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.domain import BeamSearch, EarlyStopping
+from contract.sampling import BeamSearch, EarlyStopping
 from router.http.json_object import Schema
-
-_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
-    False: EarlyStopping.HEURISTIC,
-    True: EarlyStopping.WHEN_FULL,
-    "never": EarlyStopping.NEVER,
-}
 
 
 class BeamFields(Schema):
@@ -35,7 +29,7 @@ class BeamFields(Schema):
             return BeamSearch(
                 width=self.n if self.best_of is None else self.best_of,
                 length_penalty=self.length_penalty,
-                early_stopping=_EARLY_STOPPING[self.early_stopping],
+                early_stopping=EarlyStopping.of(self.early_stopping),
             )
         if self.best_of not in {None, self.n}:
             raise UnimplementedError(

@@ -13,7 +13,8 @@ from typing import Annotated, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
-from router.domain import GenerateRequest, SamplingParams
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams
 from router.http.json_object import Schema
 from router.http.json_text import excerpt
 from router.http.requests.beam import BeamFields

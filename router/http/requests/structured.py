@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.domain import StructuredForm, StructuredOutput
+from contract.sampling import StructuredOutput
 from router.http.json_object import Schema
 
 JsonSchema = dict[str, Any] | bool
@@ -36,7 +36,7 @@ class ResponseFormat(Schema):
             case "text":
                 return []
             case "json_object":
-                return [StructuredOutput(StructuredForm.JSON_OBJECT)]
+                return [StructuredOutput(json_object=True)]
         if self.json_schema is None:
             raise InvalidArgumentError(
                 "response_format.json_schema", 'is not set; with the type "json_schema" it must be'
@@ -59,13 +59,13 @@ class StructuredOutputs(Schema):
         if self.json_ is not None:
             forms.append(_json_schema(self.json_))
         if self.json_object:
-            forms.append(StructuredOutput(StructuredForm.JSON_OBJECT))
+            forms.append(StructuredOutput(json_object=True))
         if self.regex is not None:
-            forms.append(StructuredOutput(StructuredForm.REGEX, (self.regex,)))
+            forms.append(StructuredOutput(regex=self.regex))
         if self.choice is not None:
-            forms.append(StructuredOutput(StructuredForm.CHOICE, tuple(self.choice)))
+            forms.append(StructuredOutput(choice=tuple(self.choice)))
         if self.grammar is not None:
-            forms.append(StructuredOutput(StructuredForm.GRAMMAR, (self.grammar,)))
+            forms.append(StructuredOutput(grammar=self.grammar))
         return forms
 
 
@@ -95,7 +95,7 @@ class StructuredFields(Schema):
         if len(forms) > 1:
             raise InvalidArgumentError(
                 "structured_outputs",
-                f"says {' and '.join(form.form.value for form in forms)}, with response_format and"
+                f"says {' and '.join(form.form for form in forms)}, with response_format and"
                 " the guided_* fields; an output can have one form",
             )
         return forms[0] if forms else None
@@ -113,4 +113,4 @@ class StructuredFields(Schema):
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return StructuredOutput(StructuredForm.JSON_SCHEMA, (text,))
+    return StructuredOutput(json_schema=text)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.domain import GenerateRequest, StructuredForm, StructuredOutput
+from contract.request import GenerateRequest
+from contract.sampling import StructuredOutput
 from router.http.json_object import Schema
 from router.http.json_text import excerpt
 from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
@@ -201,4 +202,4 @@ def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(StructuredForm.JSON_SCHEMA, (json.dumps(schema),))
+    return StructuredOutput(json_schema=json.dumps(schema))

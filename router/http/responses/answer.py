@@ -10,16 +10,8 @@ import structlog
 from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
-from router.domain import (
-    Event,
-    GenerateRequest,
-    OutputDelta,
-    OutputFinished,
-    OutputReceived,
-    PromptScores,
-    ResumeRequest,
-    Usage,
-)
+from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.request import GenerateRequest, OutputReceived, ResumeRequest
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_in_words_of, error_json
 from router.http.json_text import json_bytes
 from router.http.responses.event_ids import StreamPosition

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from router.domain import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
 from router.http.responses.objects import CollectedOutput, Json, TokenText, end_json, finite
 from router.http.responses.tool_calls import CallPiece, CallReader, Reading
 
@@ -96,7 +96,7 @@ class ChatShape:
 
     def _end(self, index: int, finished: OutputFinished) -> Json:
         end = end_json(finished)
-        if finished.reason is FinishReason.STOP and index in self._has_called:
+        if finished.finish_reason is FinishReason.STOP and index in self._has_called:
             end["finish_reason"] = "tool_calls"
         return end
 

@@ -12,7 +12,8 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from contract.errors import InvalidArgumentError
-from router.domain import OutputDelta, OutputFinished, OutputReceived
+from contract.outputs import OutputDelta, OutputFinished
+from contract.request import OutputReceived
 from router.http.json_text import excerpt
 
 LAST_EVENT_ID_HEADER: Final = "Last-Event-ID"

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 
-from router.domain import Event
+from contract.outputs import Event
 
 
 async def merge(

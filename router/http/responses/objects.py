@@ -10,14 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from router.domain import (
-    ModelInfo,
-    OutputDelta,
-    OutputFinished,
-    PromptScores,
-    TokenLogprob,
-    Usage,
-)
+from contract.outputs import OutputDelta, OutputFinished, PromptScores, TokenLogprob, Usage
+from contract.request import Model
 
 Json: TypeAlias = dict[str, object]
 
@@ -206,7 +200,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
     }
 
 
-def model_json(model: ModelInfo, created: int) -> Json:
+def model_json(model: Model, created: int) -> Json:
     """One model; `root`, `max_model_len` and an adapter's `parent` are vLLM's, not OpenAI's."""
     described: Json = {
         "id": model.id,
@@ -223,7 +217,7 @@ def end_json(finished: OutputFinished) -> Json:
     """What a choice says of its end."""
     # `stop_reason` is vLLM's: which stop string or stop token it was.
     stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
-    end: Json = {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
+    end: Json = {"finish_reason": finished.finish_reason.value, "stop_reason": stopped_by}
     if finished.cumulative_logprob is not None:  # nobody's; vLLM has it in Python only
         end["cumulative_logprob"] = finished.cumulative_logprob
     return end

@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
 
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.spans import SequenceSpans

@@ -9,10 +9,10 @@ import torch
 from fake_graphs import FakeGraphs
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput

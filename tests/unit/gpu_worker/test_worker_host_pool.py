@@ -7,11 +7,11 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32
+from contract.sampling import SamplingParams
 from gpu_worker.kv import host_pool
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.host_pool import HostPool, runs
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.service.step_wire import step_input_from_proto
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.messages import Limits, NewRow, StepInput, TokenLogprob
 from gpu_worker.step.rows import Rows

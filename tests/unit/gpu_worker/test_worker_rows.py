@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from contract.errors import InvalidArgumentError
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
 

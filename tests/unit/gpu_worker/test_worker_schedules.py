@@ -9,7 +9,7 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash
 from sampling_reference import reference_token
 
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from contract.sampling import EarlyStopping
 from quire.v1 import recording_pb2
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError

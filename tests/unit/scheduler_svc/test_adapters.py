@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from contract.errors import InvalidArgumentError, UnavailableError
-from scheduler_svc.domain import LoadedAdapter, LoraAdapter
+from contract.lora import LoadedAdapter, LoraAdapter
 from scheduler_svc.operations import adapters as adapters_module
 from scheduler_svc.operations.adapters import Adapters
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
 from quire.v1 import common_pb2
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig

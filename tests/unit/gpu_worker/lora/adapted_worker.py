@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from tests.lora_fixture import make_adapter, merge

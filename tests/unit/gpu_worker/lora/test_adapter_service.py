@@ -14,8 +14,8 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from contract.lora import LoraAdapter
 from gpu_worker.loading.worker_model import refuse_adapters
-from gpu_worker.lora.adapter_id import AdapterId
 from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService
 from gpu_worker.service.sampling_wire import adapter_from_proto
@@ -30,7 +30,7 @@ LIMITS = Limits(
     num_blocks=12,
     block_size=4,
     vocab_size=50,
-    adapters={AdapterId("flag", b"f" * 32, "/adapters/f"): 1},
+    adapters={LoraAdapter("flag", b"f" * 32, "/adapters/f"): 1},
 )
 INFO = WorkerInfo("w0", "cpu", "base", LIMITS, (), 64, "float32")
 A, B = "/adapters/a", "/adapters/b"
@@ -60,7 +60,7 @@ class Steps:
 def load(name, directory):
     """What a directory holds has its last letter as digest."""
     text = str(directory)
-    return SimpleNamespace(id=AdapterId(name, text[-1:].encode() * 32, text))
+    return SimpleNamespace(id=LoraAdapter(name, text[-1:].encode() * 32, text))
 
 
 class Worker:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from contract.sampling import SamplingParams
 from gpu_worker.lora.step_adapters import AdapterTable
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
 

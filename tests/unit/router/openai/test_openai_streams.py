@@ -8,7 +8,7 @@ import pytest
 from openai_fakes import delta, spell
 
 from contract.errors import UnavailableError
-from router.domain import FinishReason, OutputFinished, Usage
+from contract.outputs import FinishReason, OutputFinished, Usage
 from router.http.responses import answer, sse
 
 HELLO = [{"role": "user", "content": "Hello"}]
