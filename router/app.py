@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the one place that constructs collaborators."""
+"""Builds a router from its settings and runs it: the only place that constructs its parts."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,7 @@ from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.ui.api import Ui
 from rpc.health.state import Health
 from rpc.peers.discovery import Discovery
@@ -36,11 +35,11 @@ async def run_router(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or `stop`; live requests finish first.
+    """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
-    `on_started` is told where it listens; it is ready once there is a scheduler.
-    Raises FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and
-    whatever breaks the scheduler client: a bug, which must not go on in silence.
+    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
+    FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and what
+    breaks the scheduler client: a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()

@@ -1,4 +1,4 @@
-"""Messages of the scheduler's contract to domain values and back."""
+"""Messages on the stream with a scheduler, to values and back."""
 
 from array import array
 from typing import Final
@@ -37,18 +37,18 @@ from contract.request import MAX_N
 from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord
 from router.schedulers.messages import (
-    Admission,
+    Admitted,
     Ending,
-    News,
     Pin,
     PromptPart,
     QueueRoom,
     Refusal,
     Resumption,
-    SchedulerModel,
-    StepNews,
+    SchedulerMessage,
+    StepEvents,
     Welcome,
 )
+from router.schedulers.scheduler_model import SchedulerModel
 
 _MAX_RETRY_AFTER_S: Final = 3600
 
@@ -66,9 +66,9 @@ _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
 
 
 def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
-    """Writes a request as it now stands: what its outputs have produced goes with it.
+    """Write a request with what its outputs have produced so far.
 
-    `now` is on the event loop's clock, which the scheduler does not share.
+    `now` is on the event loop's clock; the scheduler gets the time left until the deadline.
     """
     record = live.record
     so_far = [
@@ -108,7 +108,7 @@ def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     try:
         stop_options = stop_options_from_bytes(submit.resume_record)
     except DecodeError as error:
-        raise InvalidArgumentError("resume_record", f"is not a router's: {error}") from error
+        raise InvalidArgumentError("resume_record", f"is no router's: {error}") from error
     return Resumption(
         record=ReplayRecord(
             request_id=submit.request_id,
@@ -141,8 +141,8 @@ def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFini
     )
 
 
-def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
-    """Reads what the scheduler says; raises InvalidArgumentError if it makes no sense."""
+def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessage:
+    """Read a message; raises InvalidArgumentError if it breaks the protocol."""
     match message.WhichOneof("message"):
         case "step":
             return _step_from_proto(message.step)
@@ -169,7 +169,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
             raise InvalidArgumentError("message", "is not set, or is newer than this router")
 
 
-def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
+def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
     # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
     seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
     token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
@@ -179,7 +179,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         raise InvalidArgumentError(
             "step.token_ids", f"has {len(token_ids)} entries; it must have {len(seq_keys)}"
         )
-    return StepNews(
+    return StepEvents(
         seq_keys=seq_keys,
         token_ids=token_ids,
         logprobs={entry.index: logprob_from_proto(entry.logprob) for entry in message.logprobs},
@@ -188,7 +188,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
             for part in message.prompt_logprobs
         ),
         admissions=tuple(
-            Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
+            Admitted(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
         endings=tuple(map(_ending_from_proto, message.finished)),
@@ -213,7 +213,7 @@ def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
     if reason is FinishReason.ERROR:
         error = OutputError(
             code=message.error.code or grpc.StatusCode.INTERNAL.value[0],
-            message=message.error.message or "the scheduler ended the sequence without saying why",
+            message=message.error.message or "the scheduler ended the sequence without a reason",
             retryable=message.error.retryable,
         )
     return Ending(
@@ -239,7 +239,7 @@ def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
 
 
 def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:
-    """The error that a google.rpc.Code and a message stand for."""
+    """Return the error for a google.rpc.Code and a message."""
     if code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
         # The message names the field first; see `InvalidArgumentError`.
         field, _, problem = message.partition(" ")

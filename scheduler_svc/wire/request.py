@@ -1,4 +1,4 @@
-"""What a router submits, to a request of the core's."""
+"""A router's `Submit` to a request of the core."""
 
 from math import isfinite
 
@@ -21,7 +21,7 @@ _MAX_TENANT_BYTES = 128
 def request_from_proto(
     message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
-    """Take a router's request, which came at `now` on the core's clock.
+    """Read a router's request, received at `now` on the core's clock.
 
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
@@ -50,7 +50,7 @@ def request_from_proto(
         prompt_token_ids=prompt_token_ids,
         n=message.n,
         max_tokens=message.sampling.max_tokens,
-        sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
+        sampling=sampling.SerializeToString(deterministic=True),  # equal requests get equal bytes
         cache_salt=_prefix_salt(message, model),
         traceparent=message.traceparent,
         min_tokens=message.sampling.min_tokens,
@@ -82,7 +82,7 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
 
 
 def _check(message: scheduler_pb2.Submit) -> None:
-    """Check what needs no parsing."""
+    """Check the fields that need no parsing."""
     if message.cache_salt.startswith(ADAPTERS_SALT):
         raise InvalidArgumentError(
             "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"

@@ -28,9 +28,9 @@ from gpu_worker.step.messages import Limits
 from quire.v1 import inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
 from router.http.errors import error_from_validation, error_response
-from router.http.json_text import parse_json
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
+from router.http.strict_json import parse_json
 from router.request.validation import check_request, settle_sampling
 from router.schedulers.messages import Refusal
 from router.schedulers.wire import news_from_proto

@@ -21,9 +21,8 @@ from router.operations import Operations
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
-from router.text import served_tokenizer as tokenizers_module
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.text import tokenizer as tokenizers_module
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from rpc.health.state import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators

@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import InvalidArgumentError
 from contract.request import GenerateRequest, Model
-from router.access.priority import with_precedence
+from router.access.tenancy import with_precedence
 from router.request.validation import check_request
 
 MODEL = Model("m", max_model_len=64, vocab_size=100, eos_token_ids=())

@@ -67,7 +67,7 @@ async def test_a_drain_that_takes_too_long_hands_over_what_can_be_resumed(router
     drain = asyncio.create_task(router.inference.drain())
     await asyncio.sleep(0)
     drain.cancel()
-    with pytest.raises(UnavailableError, match="'r' goes on, and can be resumed"):
+    with pytest.raises(UnavailableError, match="'r' continues and can be resumed"):
         await anext(live)
     assert await router.scheduler.leaves.get() == [submit.first_seq_key]
     await router.scheduler.step(finished={other_submit.first_seq_key: LENGTH})

@@ -151,7 +151,7 @@ async def test_a_reader_that_never_comes_stops_nobody_and_costs_only_its_tokens(
         )
     await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
     assert await text_of(live) == "a" * (MAX_MODEL_LEN - 3)
-    assert len(lazy._outputs_with_news) == 1  # one pending delta, not one event per token
+    assert len(lazy._outputs_with_events) == 1  # one pending delta, not one event per token
     await lazy.aclose()
 
 
