@@ -58,10 +58,10 @@ class Request:
     reads_prefix_cache: bool = True
     """Whether it may use KV that others computed; else its whole prompt is computed."""
     cache_pin_s: float | None = None
-    """How long the prompt's full blocks are pinned in the prefix cache, from when they are computed;
+    """How long the prompt's full blocks are pinned in the prefix cache after they are computed;
     None: not at all."""
     beam: BeamParams | None = None
     """Search for the `n` likeliest outputs instead of drawing them. Then `sampling` asks the worker
     for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """Empty, or one per sequence when the request was live before. Those of a search have no tokens."""
+    """Empty, or one per sequence when the request was live before; without tokens in a search."""
